@@ -4,13 +4,18 @@ Each function states its rule as "query i sees key j when ...". Its result holds
 key, never S x S of anything, so sequences of a million tokens are cheap. Sequences are self-attention (as many queries
 as keys) unless a function takes both lengths. Masks combine with `&`, `|` and `~`: documents(...) & window(...) is a
 window inside each document.
+
+They are made on the host, of lists: make a mask outside of compiled code, once a step, and pass it in. torch.compile
+breaks its graph at a call, and with fullgraph=True its error says this.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import ParamSpec
 
 import numpy as np
 import numpy.typing as npt
@@ -23,36 +28,45 @@ from attnforge.runtime.score_trace import MaskFunction, traced_mask
 Device = torch.device | str
 Vector = npt.NDArray[np.int64]
 
-LONGEST = MAX_INDEX // 2  # sequence that attention supports
-Constructor = TypeVar("Constructor", bound=Callable[..., Spans])
+P = ParamSpec("P")
 
+LONGEST = MAX_INDEX // 2  # sequence that attention supports
 UNEVEN = 16  # times the mean queries of a key: a key that more see is one of few that nearly all see
 
 
-def _untraced(function: Constructor) -> Constructor:
-    """Code that torch.compile traces breaks its graph at a call, or with fullgraph=True raises an error that says why.
+def _on_host(function: Callable[P, Spans]) -> Callable[P, Spans]:
+    """Keep torch.compile out of a function of lists and NumPy arrays; its error with fullgraph=True says what to do."""
 
-    torch.compiler.disable sets the same attributes, but it imports torch._dynamo, which takes a second or more.
-    """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
-        "attnforge.masks computes on the host; make the mask outside of compiled code and pass it in"
+    @functools.cache
+    def untraced() -> Callable[P, Spans]:
+        return torch._dynamo.disable(function)  # type: ignore[no-any-return]
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> Spans:
+        # Only where it is in use: torch.compiler.disable imports it, which takes a second or more.
+        return (untraced() if "torch._dynamo" in sys.modules else function)(*arguments, **named)
+
+    # What torch.compiler.disable sets, and Dynamo quotes.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        f"attnforge.masks.{function.__name__} makes a mask on the host; make it outside of compiled code and pass the "
+        "mask in. For documents whose lengths are on the device, flash_attn_varlen_func takes cu_seqlens"
     )
-    return function
+    return call
 
 
-@_untraced
+@_on_host
 def documents(lengths: Sequence[int], device: Device, *, causal: bool = False) -> Spans:
     """Documents packed end to end: query i sees key j when both are in one document (and j <= i if `causal`).
 
     lengths: tokens of each document; 0 is allowed. A tensor of cu_seqlens that is on the device already goes to
-    `flash_attn_varlen_func`, which never reads it on the host.
+    `flash_attn_varlen_func`, which never reads it on the host, and which torch.compile traces.
     """
     starts, ends = _segments(lengths)
     return _spans(_rows(starts) if causal else starts, ends, device)
 
 
-@_untraced
+@_on_host
 def window(seq_q: int, seq_k: int, left: int, right: int, device: Device) -> Spans:
     """Sliding window: query i sees key j when p - left <= j <= p + right, where p = i + seq_k - seq_q.
 
@@ -62,7 +76,7 @@ def window(seq_q: int, seq_k: int, left: int, right: int, device: Device) -> Spa
     return window_with_sinks(seq_q, seq_k, left, right, 0, device)
 
 
-@_untraced
+@_on_host
 def window_with_sinks(seq_q: int, seq_k: int, left: int, right: int, sinks: int, device: Device) -> Spans:
     """`window`, and the first `sinks` keys are seen by every query at or after them (StreamingLLM)."""
     _expect_length("seq_q", seq_q)
@@ -76,7 +90,7 @@ def window_with_sinks(seq_q: int, seq_k: int, left: int, right: int, sinks: int,
     return _spans(np.clip(starts, 0, seq_q), np.clip(ends, 0, seq_q), device, seq_q)
 
 
-@_untraced
+@_on_host
 def prefix_lm(prefixes: Sequence[int], lengths: Sequence[int], device: Device) -> Spans:
     """Prefix LM: query i sees key j of its document when j <= i or j is in the document's prefix.
 
@@ -96,7 +110,7 @@ def prefix_lm(prefixes: Sequence[int], lengths: Sequence[int], device: Device) -
     return _spans(np.where(row < first_after, starts, row), ends, device)
 
 
-@_untraced
+@_on_host
 def chunked_causal(length: int, chunk: int, device: Device) -> Spans:
     """Chunked causal (Llama 4): query i sees key j when j <= i and both are in one chunk of `chunk` tokens."""
     _expect_length("length", length)
@@ -105,7 +119,7 @@ def chunked_causal(length: int, chunk: int, device: Device) -> Spans:
     return _spans(row, np.minimum((row // chunk + 1) * chunk, length), device)
 
 
-@_untraced
+@_on_host
 def tree(parents: Sequence[int], lengths: Sequence[int], device: Device) -> Spans:
     """A tree of token segments: query i sees key j when j <= i and j's segment is i's own or one of its ancestors.
 
@@ -123,7 +137,7 @@ def tree(parents: Sequence[int], lengths: Sequence[int], device: Device) -> Span
     return _spans(_rows(starts), np.repeat(np.asarray(subtree_ends, dtype=np.int64), lengths), device)
 
 
-@_untraced
+@_on_host
 def shared_prefix(groups: Sequence[tuple[int, Sequence[int]]], device: Device) -> Spans:
     """Completions that share a prompt: query i sees key j <= i of its group in the prompt and in its own completion.
 
@@ -139,7 +153,7 @@ def shared_prefix(groups: Sequence[tuple[int, Sequence[int]]], device: Device) -
     return tree(parents, lengths, device)
 
 
-@_untraced
+@_on_host
 def tree_by_times(tin: Sequence[int], tout: Sequence[int], device: Device) -> Spans:
     """A tree of tokens: query i sees key j when tin[j] <= tin[i] < tout[j].
 
@@ -161,7 +175,7 @@ def tree_by_times(tin: Sequence[int], tout: Sequence[int], device: Device) -> Sp
     return _spans(np.searchsorted(entered, entered), np.searchsorted(entered, left), device)
 
 
-@_untraced
+@_on_host
 def block_diffusion(length: int, block: int, device: Device) -> Spans:
     """Block diffusion training (BD3-LM): `length` noisy tokens, then the same tokens clean, in blocks of `block`.
 
@@ -179,7 +193,7 @@ def block_diffusion(length: int, block: int, device: Device) -> Spans:
     return _spans(starts, ends, device, 2 * length)
 
 
-@_untraced
+@_on_host
 def causal_or_image(
     lengths: Sequence[int], is_image: Sequence[bool], device: Device, *, window: int = -1
 ) -> Spans:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import Shape, draw, make_mask, spans
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import attnforge
 from attnforge.runtime import ops
@@ -98,6 +99,26 @@ def test_masks_computed_inside_a_compiled_graph(device: str) -> None:
     base = torch.arange(65, dtype=torch.int32, device=device)
     expected = masks(base, q, k, v)
     torch.testing.assert_close(torch.compile(masks, fullgraph=True)(base, q, k, v), expected)
+
+
+def test_masks_of_lists_are_made_outside() -> None:
+    """The error of a whole graph says so; else the graph breaks there, and nothing of the mask is compiled."""
+    x = draw(Shape(seq_q=64, seq_k=64), DTYPE, "cpu")
+    q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
+
+    def step(q: Tensor, lengths: list[int]) -> Tensor:
+        return attnforge.attention(q * 2, k, v, attnforge.masks.documents(lengths, q.device, causal=True))
+
+    with pytest.raises(
+        Exception, match=r"masks\.documents makes a mask on the host; make it outside of compiled"
+    ):
+        torch.compile(step, fullgraph=True, backend="eager")(q, [20, 44])
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(step, backend=counter)
+    for lengths in ([20, 44], [30, 34], [44, 20]):
+        assert torch.equal(compiled(q, lengths), step(q, lengths))
+    assert counter.frame_count <= 2, "q * 2, and attention"
 
 
 def test_first_call_may_be_compiled() -> None:

@@ -247,15 +247,3 @@ def test_distances_beyond_all_sequences_are_no_limit(far: int) -> None:
 def test_times_at_the_ends_of_64_bits() -> None:
     mask = masks.tree_by_times([-(2**63), 2**62], [2**63 - 1, 2**63 - 1], "cpu")
     assert mask.visible(2, 2).tolist() == [[True, False], [True, True]]
-
-
-def test_compiled_code_is_told_to_make_masks_outside() -> None:
-    q = torch.randn(1, 2, 20, 16)
-
-    def call(q: Tensor) -> Tensor:
-        return attnforge.attention(q, q, q, masks.window(q.shape[2], q.shape[2], 3, 0, "cpu"))
-
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="make the mask outside of compiled code"):
-        torch.compile(call, backend="eager", fullgraph=True)(q)
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(call, backend="eager")(q), call(q))
