@@ -113,4 +113,5 @@ void launch_blocks(void (*call)(const void*), const void* kernel, long long bloc
         }
     }
     std::free(shared_memory);
+    stacks = std::vector<Stack>();  // the library stays loaded
 }
