@@ -101,9 +101,8 @@ class Case:
         q, k, v = (torch.empty(self.batch, *s, dtype=self.torch_dtype, device="meta") for s in sizes)
         listed = None if self.mask is None or isinstance(self.mask, Causal) else self.mask
         data = None if listed is None else torch.empty_like(listed.data, device="meta")
-        mod, mod_tensors = "", ()
-        if isinstance(self.mask, FunctionMask):
-            mod, mod_tensors = self.mask.text, self.mask.tensors
+        function = self.mask if isinstance(self.mask, FunctionMask) else None
+        mod, mod_tensors = (function.text, function.tensors) if function else ("", ())
         check_forward(q, k, v, data, MASKS.index(self.mask_kind), self.scale, mask_mod=mod)
         score, tensors = (self.score.text, self.score.tensors) if self.score else ("", ())
         check_score(q, k, score, [torch.empty_like(x, device="meta") for x in (*tensors, *mod_tensors)], mod)
