@@ -98,7 +98,10 @@ class Case:
             (self.heads_kv, self.seq_k, self.head_dim),
             (self.heads_kv, self.seq_k, self.head_dim_v),
         )
-        q, k, v = (torch.empty(self.batch, *s, dtype=self.torch_dtype, device="meta") for s in sizes)
+        try:
+            q, k, v = (torch.empty(self.batch, *s, dtype=self.torch_dtype, device="meta") for s in sizes)
+        except (RuntimeError, TypeError):  # 64 bits do not count its bytes
+            raise ValueError(f"q: torch has no tensor of shape {(self.batch, *sizes[0])}") from None
         listed = None if self.mask is None or isinstance(self.mask, Causal) else self.mask
         data = None if listed is None else torch.empty_like(listed.data, device="meta")
         function = self.mask if isinstance(self.mask, FunctionMask) else None

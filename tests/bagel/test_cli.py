@@ -169,6 +169,10 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
             "explain --mask causal --heads 8/2 --head-dim 64 --length 64 --batch 999999999",
             "q: got batch * heads = 7999999992, at most 2147483647 are supported",
         ),
+        (
+            "explain --mask causal --heads 8/2 --head-dim 64 --length 64 --batch 999999999999999999",
+            "q: torch has no tensor of shape (999999999999999999, 8, 64, 64)",
+        ),
         ("warm --gpu ''", "Invalid value for '--gpu': got '', expected a name"),
         ("render --arch cpu --dtype fp16", "dtype fp16: the cpu kernels take fp32 or bf16"),
     ],
