@@ -100,12 +100,21 @@ def environment() -> Environment:
     )
     env.globals["params_struct"] = params.PLACEHOLDER
     env.filters["operands"] = operands
+    env.filters["row_in_pattern"] = row_in_pattern
     return env
 
 
 def operands(numbers: Iterable[int]) -> str:
     """PTX operand list `{%0, %1}`; as a filter because its first two characters open a Jinja block."""
     return "{" + ", ".join(f"%{n}" for n in numbers) + "}"
+
+
+def row_in_pattern(columns: int) -> str:
+    """C++: the place of `row` in the pattern of TMA's swizzle for panels of so many elements of 2 bytes.
+
+    The pattern repeats after 8 rows of 128 bytes; narrower panels have several rows in each 128 bytes.
+    """
+    return f"row{f' / {64 // columns}' if columns < 64 else ''} % {columns // 8}"
 
 
 def knobs(spec: Spec) -> list[tuple[str, int, str]]:
