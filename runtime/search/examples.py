@@ -36,8 +36,8 @@ INDEX = "README.md"
 def examples(directory: Path = GENERATED) -> list[Spec]:
     """The chosen specs, sorted by slug; none of a search for deterministic gradients.
 
-    For each (family, pass, mask kind) in the GPU tables: the entry at head_dim 128, or at the nearest one, in bf16 if
-    there is one, of BAGEL-7B's GQA ratio if there is one, of the longest sequence, then of the highest speed. A
+    For each (family, pass, mask kind) in the GPU tables: the entry at head_dim 128, or at the nearest one, in bf16,
+    without a score and of BAGEL-7B's GQA ratio if there is one, of the longest sequence, then of the highest speed. A
     (family, pass) without an entry is shown by its first candidate for `spans`, at head_dim 128 if it takes that; the
     CPU's, whose tables and first candidates belong to one machine, by `CPU_SHOWN`. Last, the kernel for short queries.
     """
@@ -74,10 +74,10 @@ def prologues() -> list[PrologueSpec]:
     return [tuned.get(problem) or next(candidates_of_prologue(problem)) for problem in problems]
 
 
-def _preference(entry: Tuned) -> tuple[int, bool, bool, int, float]:
+def _preference(entry: Tuned) -> tuple[int, bool, bool, bool, int, float]:
     problem = entry.spec.problem
-    distance = abs(problem.head_dim - FLAGSHIP)
-    return distance, problem.dtype is not DType.BFLOAT16, entry.group != RATIO, -entry.size, -entry.tflops
+    distance, other = abs(problem.head_dim - FLAGSHIP), problem.dtype is not DType.BFLOAT16
+    return distance, other, bool(problem.score), entry.group != RATIO, -entry.size, -entry.tflops
 
 
 def _first(problem: Problem) -> Spec | None:

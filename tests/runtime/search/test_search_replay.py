@@ -72,25 +72,23 @@ def test_seeds_keep_the_first_guesses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("direction", "count", "skipped", "share"),
-    [(Direction.FORWARD, 1825, 0, 10), (Direction.BACKWARD, 150, 145, 4)],
+    ("direction", "count"),
+    [(Direction.FORWARD, 1825), (Direction.BACKWARD, 648)],
     ids=["fwd", "bwd"],
 )
-def test_the_default_strategy_needs_a_share_of_the_kept_logs(
-    direction: Direction, count: int, skipped: int, share: int
-) -> None:
-    """Without any first guess. `skipped`: lines with a value of a knob that is gone."""
+def test_the_default_strategy_needs_a_tenth_of_the_kept_logs(direction: Direction, count: int) -> None:
+    """In four of five replays without any first guess."""
     path = LOGS / f"h200_pretrain_{search_log.NAMES[direction]}.jsonl.gz"
     logs = read([path])
     (subject,) = logs.subjects
     times = search_replay.times_of(subject)
     space = list(candidates(Problem(direction, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)))
-    assert logs.skipped[path] == skipped
+    assert not logs.skipped[path], "values of knobs that are gone"
     assert {*times} == {*space}, "the logs are of another space: measure them anew"
     assert len(space) == count, "as docs/search.md has it"
-    found = [search_replay.evaluations(c) for c in search_replay.curves(DEFAULT, times, 5, 16, 0)]
-    assert max(found) <= len(times) / share, found
-    assert min(found) > 1, "some seed finds one by chance, not all"
+    found = sorted(search_replay.evaluations(c) for c in search_replay.curves(DEFAULT, times, 5, 16, 0))
+    assert found[3] <= len(times) / 10, found
+    assert found[0] > 1, "some seed finds one by chance, not all"
 
 
 @pytest.mark.parametrize("name", ["greedy", "random"])

@@ -1,17 +1,18 @@
-// attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0
+// attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_g2
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
 //     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
-//     --set in_regs=0 --set split_heads=1 --set deterministic=0
+//     --set in_regs=0 --set split_heads=1 --set deterministic=0 --set heads_together=2
 //
-//   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
-//   tile_n         128   keys per block; always 128, 64 for each of two consumer warpgroups
-//   stages           3   shared-memory buffers for Q
-//   stages_dout      2   shared-memory buffers for dO
-//   lag              0   1: consumers wait for each other every second step: dQ is two steps late, dP one step early
-//   in_regs          0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
-//   split_heads      1   1: a block per q head (dK, dV summed in fp32 memory), not per kv head
-//   deterministic    0   1: blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   tile_m           64   query rows per step of the main loop; always 64, the rows of a product for dQ
+//   tile_n          128   keys per block; always 128, 64 for each of two consumer warpgroups
+//   stages            3   shared-memory buffers for Q
+//   stages_dout       2   shared-memory buffers for dO
+//   lag               0   1: consumers wait for each other every second step: dQ is two steps late, dP one step early
+//   in_regs           0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
+//   split_heads       1   1: a block per q head (dK, dV summed in fp32 memory), not per kv head
+//   deterministic     0   1: blocks add to dQ, dK and dV in a fixed order: the same bits on every run
+//   heads_together    2   least number of heads in a section; 0: as many as fit L2, more if deterministic in packs
 //
 // Attention backward: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -406,6 +407,9 @@ __device__ __forceinline__ Piece piece_of(const Params& p, int rank) {
 // The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 16 << 20;
 
+// Least number of heads in a section; it has more of them only if their operands fit.
+constexpr long long kHeadsTogether = 2;
+
 // Which tile of which head; rank 0 is the tile with most work.
 struct Place {
     int rank, head, batch;
@@ -418,7 +422,7 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int together = 1;
     const long long bytes = 8LL * kHeadDim * p.seq_q;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
-    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
+    const int fits = static_cast<int>(min(max(kCacheBytes / bytes, kHeadsTogether), planes));
     const int section = fits * together;
     const int first = index / (section * p.blocks_n) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
@@ -550,7 +554,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_schedule(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_g2_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     const int tile = blockIdx.x;
     int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
@@ -592,7 +596,7 @@ __device__ __forceinline__ int pieces_of(int visits, int most) { return max(1, (
 // come first, earlier tiles win ties.
 constexpr int kLeastVisits = 32;  // that are worth a block, which loads K and V and adds dK and dV to memory
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_order(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_g2_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x % p.tiles_n;
     const long long plane = blockIdx.x / p.tiles_n;
     const int* counts = p.tile_count + plane * p.tiles_n;
@@ -1186,7 +1190,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_g2_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1237,7 +1241,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_g2_postprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
@@ -1254,7 +1258,7 @@ attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_postprocess(c
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_postprocess_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_g2_postprocess_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;
@@ -1298,7 +1302,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
 
 // Grid: blocks_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0(
+attnforge_bwd_sm90a_bf16_d128_spans_a16_m64_n128_s3_t2_l0_r0_h1_o0_g2(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
