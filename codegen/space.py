@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
 
 from attnforge.codegen.families import family_of, make_plan
 from attnforge.codegen.plan import Infeasible
@@ -19,27 +18,6 @@ def candidates(problem: Problem, wanted: Callable[[Tuning], bool] = lambda tunin
         space = family_of(problem).space(problem)
     except Infeasible:
         return
-    yield from _feasible(problem, space, wanted)
-
-
-def deterministic_candidates(problem: Problem) -> Iterator[Spec]:
-    """Feasible specs that sum in a fixed order: those of `candidates`, then others of which other searches try none."""
-    try:
-        family = family_of(problem)
-    except Infeasible:
-        return
-    more = family.deterministic_space(problem) if family.deterministic_space else ()
-    for spec in _feasible(problem, chain(family.space(problem), more), _may_be_deterministic):
-        if make_plan(spec).deterministic:
-            yield spec
-
-
-def _may_be_deterministic(tuning: Tuning) -> bool:
-    """Kernels without such a knob always are, or never."""
-    return bool(getattr(tuning, "deterministic", True))
-
-
-def _feasible(problem: Problem, space: Iterable[Tuning], wanted: Callable[[Tuning], bool]) -> Iterator[Spec]:
     seen = set()
     for tuning in space:
         if tuning in seen or not wanted(tuning):
@@ -51,6 +29,18 @@ def _feasible(problem: Problem, space: Iterable[Tuning], wanted: Callable[[Tunin
         except Infeasible:
             continue
         yield spec
+
+
+def deterministic_candidates(problem: Problem) -> Iterator[Spec]:
+    """Those of `candidates` that sum in a fixed order."""
+    for spec in candidates(problem, _may_be_deterministic):
+        if make_plan(spec).deterministic:
+            yield spec
+
+
+def _may_be_deterministic(tuning: Tuning) -> bool:
+    """Kernels without such a knob always are, or never."""
+    return bool(getattr(tuning, "deterministic", True))
 
 
 def splitting(problem: Problem, fewest: int, most: int | None = None) -> Iterator[Spec]:

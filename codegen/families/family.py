@@ -34,8 +34,6 @@ class Family:
     reasons: Mapping[str, str] = field(default_factory=dict)
     # Kernels that split the keys, likewise, for this many query rows of a kv head: fewest, most.
     split_space: Callable[[Problem, int, int], Iterator[Tuning]] | None = None
-    # Deterministic tunings that `space` leaves out: for searches of deterministic gradients, after those of `space`.
-    deterministic_space: Callable[[Problem], Iterator[Tuning]] | None = None
 
     def require_honoured(self, problem: Problem) -> None:
         """Infeasible, naming field and value, unless every field is at its default or honoured."""

@@ -419,11 +419,7 @@ def tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
     yield from (*tunings, *staged)
     yield from (replace(t, cache_mb=8) for t in (*tunings, *staged))
     yield from (replace(t, cache_mb=cache_mb) for cache_mb in (SECTION_MB, 8) for t in strict)
-    yield from _wider(problem, False)
-    if not problem.mask.listed:
-        yield from _wider(problem, True)
-    for core in _staged(problem, tunings):
-        yield from in_sections(problem, core, plan, _sections(problem))
+    yield from _wider(problem)
 
 
 def _in_order(problem: Problem) -> list[Sm90BackwardWide]:
@@ -465,11 +461,15 @@ def _staged(problem: Problem, tunings: list[Sm90BackwardWide]) -> Iterator[Sm90B
             yield tuning
 
 
-def _wider(problem: Problem, deterministic: bool) -> Iterator[Sm90BackwardWide]:
-    """The rest of the space: all tiles and buffers, shares of dQ, loads and sections with each other."""
+def _wider(problem: Problem) -> Iterator[Sm90BackwardWide]:
+    """The rest of the space: tiles, buffers, shares of dQ, ways to stage it, loads, orders of sums and sections."""
     sections = _sections(problem)
-    for core in chain(_wider_single_blocks(problem), _wider_pairs(problem)):
-        yield from in_sections(problem, replace(core, deterministic=deterministic), plan, sections)
+    for core, deterministic in product(
+        chain(_wider_single_blocks(problem), _wider_pairs(problem)), (False, True)
+    ):
+        ordered = replace(core, deterministic=deterministic)
+        for tuning in (ordered, *_staged(problem, [ordered])):
+            yield from in_sections(problem, tuning, plan, sections)
 
 
 def _wider_single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
@@ -489,20 +489,10 @@ def _wider_pairs(problem: Problem) -> Iterator[Sm90BackwardWide]:
         yield Sm90BackwardWide(64, PAIR * PAIR_KEYS, stages, stages_dout, False, True, s_late=s_late)
 
 
-def deterministic_tunings(problem: Problem) -> Iterator[Sm90BackwardWide]:
-    """Deterministic ones with other sections and other ways to stage dQ; for masks with lists the rest of the space."""
-    yield from (replace(t, cache_mb=40) for t in _in_order(problem))
-    if problem.mask.listed:
-        yield from _wider(problem, True)
-    for core in _staged(problem, _in_order(problem)):
-        yield from in_sections(problem, core, plan, _sections(problem))
-
-
 BACKWARD = Family(
     Sm90BackwardWide,
     plan,
     tunings,
     honours=frozenset({"intervals", "dim_v", "mask_mod", "score"}),
     reasons=REASONS,
-    deterministic_space=deterministic_tunings,
 )

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from spaces import sample
 
-from attnforge.codegen.families import make_plan
+from attnforge.codegen.families import family_of, make_plan
 from attnforge.codegen.families.family import is_feasible
 from attnforge.codegen.families.limits import SHARED_LIMIT
 from attnforge.codegen.families.sm90 import FORWARD, Sm90Forward
@@ -18,7 +18,8 @@ from attnforge.codegen.plan import Infeasible, Plan
 from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, deterministic_candidates
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
+from attnforge.runtime import tables
 
 # (of q and k, of v or 0)
 HEAD_DIMS = ((24, 0), (64, 0), (72, 0), (128, 0), (192, 0), (256, 0), (192, 128), (40, 72))
@@ -172,17 +173,14 @@ def test_what_a_kernel_calls_is_there(mask: Mask) -> None:
 
 @pytest.mark.parametrize("mask", [Mask.CAUSAL, Mask.SPANS], ids=lambda mask: mask.value)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
-def test_deterministic_searches_try_what_others_do_and_more(head_dim: int, mask: Mask) -> None:
-    """First what other searches try, in its order. Up to head_dim 128 these try all: one may be the fastest."""
+def test_spaces_hold_all_deterministic_variants(head_dim: int, mask: Mask) -> None:
+    """One may be the fastest of all; searches for deterministic gradients try these only, in the same order."""
     problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask)
-    usual = [spec for spec in candidates(problem) if make_plan(spec).deterministic]
+    space = list(candidates(problem))
     found = list(deterministic_candidates(problem))
-    assert found[: len(usual)] == usual
-    assert len(found) == len(set(found))
-    assert all(make_plan(spec).deterministic for spec in found)
-    assert len(found) == len(usual) or head_dim > 128
+    assert found == [spec for spec in space if make_plan(spec).deterministic]
+    assert len(found) == len(set(found)) < len(space)
     if head_dim > 128:
-        assert len(found) > len(usual) or not mask.listed
         assert {spec.tuning.to_json()["staging"] for spec in found} == {0, 1, 2}
         return
     knobs = ("stages", "split_heads", "lag", "heads_together", "cache_mb", "loaders", "launch_order")
@@ -196,15 +194,24 @@ def test_deterministic_searches_try_what_others_do_and_more(head_dim: int, mask:
     assert values["loaders"] == {0, 1}
 
 
-def test_only_some_families_have_more_deterministic_variants() -> None:
-    """Elsewhere the space of a deterministic search is that of any other."""
+def test_some_families_have_no_choice() -> None:
+    """Kernels without the knob `deterministic` are deterministic always, or never."""
     for arch, dtype in ((Arch.CPU, DType.FLOAT32), (Arch.SM80, DType.BFLOAT16), (Arch.SM80, DType.FLOAT32)):
-        problem = Problem(Direction.BACKWARD, arch, dtype, 64, Mask.FULL, 16)
-        expected = [spec for spec in candidates(problem) if make_plan(spec).deterministic]
-        assert list(deterministic_candidates(problem)) == expected != []
+        assert list(deterministic_candidates(Problem(Direction.BACKWARD, arch, dtype, 64, Mask.FULL, 16)))
     assert not list(
         deterministic_candidates(Problem(Direction.BACKWARD, Arch.SM90A, DType.FLOAT32, 64, Mask.FULL))
     )
+
+
+@pytest.mark.parametrize("device", ["nvidia-h200", "nvidia-h100-80gb-hbm3"])
+def test_searches_find_what_the_tables_have(device: str) -> None:
+    """Every entry's knobs are in the space of its problem."""
+    spaces: dict[Problem, set[Tuning]] = {}
+    for entry in tables.load(device, tables.PACKAGED):
+        problem = entry.spec.problem
+        if problem not in spaces:
+            spaces[problem] = {*family_of(problem).space(problem)}
+        assert entry.spec.tuning in spaces[problem], (entry.notes["case"], entry.spec.slug)
 
 
 @pytest.mark.parametrize(
