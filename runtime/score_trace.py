@@ -41,7 +41,7 @@ class _Indexing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args = tree_map_only(Tensor, self._plain, args)
+        args, kwargs = tree_map_only(Tensor, self._plain, (args, kwargs or {}))
         if func is Tensor.__getitem__:
             at = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, Tensor) for i in at):
@@ -52,7 +52,7 @@ class _Indexing(TorchFunctionMode):
                     if not isinstance(at[axis], Tensor):  # a tensor of it would be one more that is captured
                         of = of.select(axis, at[axis])
                 return torch.ops.aten.index.Tensor(of, [i for i in at if isinstance(i, Tensor)])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _plain(self, x: Tensor) -> Tensor:
         """x, or a tensor of its form if x is one of a transform."""

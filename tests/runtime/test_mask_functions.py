@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -330,6 +332,19 @@ def test_functions_are_traced_outside_of_transforms() -> None:
 
     assert torch.equal(torch.func.vjp(call, q)[0], call(q))
     assert torch.equal(torch.func.functionalize(call)(q), call(q))
+
+
+@pytest.mark.parametrize("transform", [torch.func.functionalize, torch.func.grad, torch.vmap])
+def test_tensors_of_transforms_as_keywords(transform: Callable[..., Any]) -> None:
+    """They are captured like positional ones."""
+    texts = []
+
+    def call(x: Tensor) -> Tensor:
+        texts.append(scores.score_mod(lambda s, b, h, i, j: torch.add(s, other=x)).text)
+        return x.sum()
+
+    transform(call)(torch.ones(3) if transform is torch.vmap else torch.tensor(2.0))
+    assert texts == ["lambda(t0: float32[1]): score + t0[0]"]
 
 
 def test_tensors_of_vmap_are_refused() -> None:
