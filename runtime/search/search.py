@@ -135,8 +135,7 @@ def search(
     worker: a measuring process, for callers that run several searches, since starting one takes seconds. The caller
     closes it.
 
-    For a deterministic case the search tries kernels that sum in a fixed order only, and more of them than other
-    searches do.
+    For a deterministic case the search tries kernels that sum in a fixed order only.
 
     A variant that fails is a result. Raises ValueError for a dtype that the target has no kernels for, for the forward
     of a deterministic case (every forward is deterministic), and for a `scope` with an unknown knob or strategy;
@@ -414,7 +413,7 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     For a deterministic case that is what dispatch makes of it.
 
     Next comes its twin with the other `split_heads`: which of the two is faster depends mostly on the mask.
-    Either may be outside of `specs`: a deterministic kernel with a launch order that other searches do not try.
+    Either may be outside of `specs`: the entry may be of another problem or another version's space.
     """
     if not specs:
         return specs

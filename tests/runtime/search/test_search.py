@@ -184,7 +184,7 @@ def test_the_incumbent_is_what_a_call_of_the_case_takes(
     ("mask", "changes", "twin"),
     [
         (Mask.CAUSAL, {"persistent": 1}, {"persistent": 0}),  # a block for each q head walks no tiles
-        (Mask.SPANS, {"deterministic": 1, "launch_order": 4}, {}),  # neither is what other searches try
+        (Mask.SPANS, {"deterministic": 1, "launch_order": 4}, {}),  # an order of both owners
         (
             Mask.CAUSAL,
             {"deterministic": 1, "launch_order": 1},
