@@ -88,6 +88,7 @@ def expect_integers(name: str, values: object, words: str) -> None:
         isinstance(values, (Mapping, Set))
         or not hasattr(values, "__len__")
         or not hasattr(values, "__iter__")
+        or getattr(values, "ndim", 1) == 0  # an array of NumPy without axes
     ):
         raise TypeError(f"{name}: got {type(values).__name__}, expected {words}")
     for index, entry in enumerate(values):

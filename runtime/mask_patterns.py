@@ -12,6 +12,7 @@ breaks its graph at a call, and with fullgraph=True its error says this.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -79,8 +80,7 @@ def window(seq_q: int, seq_k: int, left: int, right: int, device: Device) -> Spa
 @_on_host
 def window_with_sinks(seq_q: int, seq_k: int, left: int, right: int, sinks: int, device: Device) -> Spans:
     """`window`, and the first `sinks` keys are seen by every query at or after them (StreamingLLM)."""
-    _expect_length("seq_q", seq_q)
-    _expect_length("seq_k", seq_k)
+    seq_q, seq_k = _length("seq_q", seq_q), _length("seq_k", seq_k)
     left, right, sinks = _distance("left", left, -1), _distance("right", right, -1), _distance("sinks", sinks)
     key = np.arange(seq_k, dtype=np.int64)
     own = key - (seq_k - seq_q)  # the query at the key's own position
@@ -113,8 +113,7 @@ def prefix_lm(prefixes: Sequence[int], lengths: Sequence[int], device: Device) -
 @_on_host
 def chunked_causal(length: int, chunk: int, device: Device) -> Spans:
     """Chunked causal (Llama 4): query i sees key j when j <= i and both are in one chunk of `chunk` tokens."""
-    _expect_length("length", length)
-    chunk = _distance("chunk", chunk, 1)
+    length, chunk = _length("length", length), _distance("chunk", chunk, 1)
     row = np.arange(length, dtype=np.int64)
     return _spans(row, np.minimum((row // chunk + 1) * chunk, length), device)
 
@@ -182,8 +181,7 @@ def block_diffusion(length: int, block: int, device: Device) -> Spans:
     A noisy query sees the noisy keys of its own block and the clean keys of earlier blocks; a clean query sees the
     clean keys of its own block and of earlier ones. The mask is of 2 * length tokens, with two intervals a key.
     """
-    _expect_length("length", length, LONGEST // 2)
-    block = _distance("block", block, 1)
+    length, block = _length("length", length, LONGEST // 2), _distance("block", block, 1)
     row = np.arange(length, dtype=np.int64)
     first, end = row // block * block, np.minimum((row // block + 1) * block, length)
     none = np.zeros_like(row)
@@ -234,30 +232,32 @@ def mask_mod(
             "function: cannot be traced inside torch.compile; make the mask outside and pass that"
         )
     expect_number("visible_keys", visible_keys)
-    _expect_length("seq_q", seq_q)
-    _expect_length("seq_k", seq_k)
+    seq_q, seq_k = _length("seq_q", seq_q), _length("seq_k", seq_k)
     text, tensors = traced_mask(function)
     return FunctionMask(
         text, tuple(x.to(device) for x in tensors), seq_q, seq_k, device, visible_keys=visible_keys
     )
 
 
-def _expect(name: str, value: int, least: int) -> None:
+def _expect(name: str, value: int, least: int) -> int:
+    """The value as an int of Python, checked: a sum of NumPy's would wrap around."""
     expect_integer(name, value)
     if value < least:
         raise ValueError(f"{name}: got {value}, expected {least} or more")
+    return operator.index(value)
 
 
-def _expect_length(name: str, value: int, most: int = LONGEST) -> None:
-    _expect(name, value, 0)
+def _length(name: str, value: int, most: int = LONGEST) -> int:
+    """A number of tokens, checked."""
+    value = _expect(name, value, 0)
     if value > most:
         raise ValueError(f"{name}: got {value}, at most {most} are supported")
+    return value
 
 
 def _distance(name: str, value: int, least: int = 0) -> int:
     """A distance between tokens, checked; one beyond all sequences is as LONGEST, and its sums fit int64."""
-    _expect(name, value, least)
-    return min(value, LONGEST)
+    return min(_expect(name, value, least), LONGEST)
 
 
 def _groups(groups: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, list[int]]]:
@@ -294,8 +294,8 @@ def _segments(lengths: Sequence[int]) -> tuple[Vector, Vector]:
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"lengths: entry {index} is {length}; lengths must be 0 or more")
-    if sum(lengths) > LONGEST:
-        raise ValueError(f"lengths: {sum(lengths)} tokens in all, at most {LONGEST} are supported")
+    if (total := sum(map(operator.index, lengths))) > LONGEST:
+        raise ValueError(f"lengths: {total} tokens in all, at most {LONGEST} are supported")
     sizes = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(sizes)
     return np.repeat(ends - sizes, sizes), np.repeat(ends, sizes)

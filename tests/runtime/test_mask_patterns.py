@@ -179,6 +179,7 @@ def test_a_million_tokens_take_no_square() -> None:
         (lambda: masks.shared_prefix([(2, [-1])], "cpu"), "groups: entry 0 is"),
         # int32 would wrap around.
         (lambda: masks.documents([2**32], "cpu"), "lengths: 4294967296 tokens in all, at most 1073741823"),
+        (lambda: masks.documents(np.full(3, 2**30, np.int32), "cpu"), "lengths: 3221225472 tokens in all"),  # type: ignore[arg-type]
         (lambda: masks.window(2**31, 4, 1, 0, "cpu"), "seq_q: got 2147483648, at most 1073741823"),
         (lambda: masks.block_diffusion(2**29, 4, "cpu"), "length: got 536870912, at most 536870911"),
         (lambda: masks.tree_by_times([0], [2**70], "cpu"), "tout: a time does not fit 64 bits"),
@@ -197,6 +198,7 @@ UNTYPED: Any = masks
     [
         (lambda: UNTYPED.documents(iter([3, 4]), "cpu"), "lengths: got list_iterator"),
         (lambda: UNTYPED.documents({3: 4}, "cpu"), "lengths: got dict"),
+        (lambda: UNTYPED.documents(np.array(5), "cpu"), "lengths: got ndarray"),
         (
             lambda: UNTYPED.documents(np.ones((1, 2), dtype=int), "cpu"),
             "lengths: entry 0 is .*, which is no integer",
@@ -242,6 +244,18 @@ def test_distances_beyond_all_sequences_are_no_limit(far: int) -> None:
     for mask in (chunk, image, masks.window_with_sinks(9, 9, 0, 0, far, "cpu")):
         assert torch.equal(mask.visible(9, 9), past.visible(9, 9))
     assert torch.equal(masks.block_diffusion(9, far, "cpu").data, masks.block_diffusion(9, 9, "cpu").data)
+
+
+@pytest.mark.parametrize("number", [np.uint8, np.int8, torch.tensor], ids=lambda number: number.__name__)
+def test_narrow_integers_do_not_wrap_around(number: Callable[[int], Any]) -> None:
+    """Of NumPy, and tensors without axes."""
+    n = number
+    for ours, expected in (
+        (masks.window(n(8), n(4), n(2), n(0), "cpu"), masks.window(8, 4, 2, 0, "cpu")),
+        (masks.chunked_causal(n(100), n(30), "cpu"), masks.chunked_causal(100, 30, "cpu")),
+        (masks.block_diffusion(n(100), n(30), "cpu"), masks.block_diffusion(100, 30, "cpu")),
+    ):
+        assert torch.equal(ours.data, expected.data)
 
 
 def test_times_at_the_ends_of_64_bits() -> None:
