@@ -132,7 +132,7 @@ def tree(parents: Sequence[int], lengths: Sequence[int], device: Device) -> Span
     starts, _ = _segments(lengths)
     if len(parents) != len(lengths):
         raise ValueError(f"parents: got {len(parents)} entries for {len(lengths)} segments")
-    subtree_ends = _subtree_ends(parents, [0, *accumulate(lengths)])
+    subtree_ends = _subtree_ends(parents, [0, *accumulate(map(operator.index, lengths))])
     return _spans(_rows(starts), np.repeat(np.asarray(subtree_ends, dtype=np.int64), lengths), device)
 
 

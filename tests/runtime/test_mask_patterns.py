@@ -254,6 +254,8 @@ def test_narrow_integers_do_not_wrap_around(number: Callable[[int], Any]) -> Non
         (masks.window(n(8), n(4), n(2), n(0), "cpu"), masks.window(8, 4, 2, 0, "cpu")),
         (masks.chunked_causal(n(100), n(30), "cpu"), masks.chunked_causal(100, 30, "cpu")),
         (masks.block_diffusion(n(100), n(30), "cpu"), masks.block_diffusion(100, 30, "cpu")),
+        (masks.tree([-1, 0], [n(100), n(120)], "cpu"), masks.tree([-1, 0], [100, 120], "cpu")),
+        (masks.shared_prefix([(n(100), [n(90)])], "cpu"), masks.shared_prefix([(100, [90])], "cpu")),
     ):
         assert torch.equal(ours.data, expected.data)
 
