@@ -23,6 +23,7 @@ Example: one sample of a 2-token text, a 2-token noise image and a 1-token text:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -62,6 +63,8 @@ def cut(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Seque
     lengths, or splits whose borders do not include every sample border.
     """
     _check(sample_lens, split_lens, attn_modes)
+    # Numbers of Python: pairs of NumPy's int32 would wrap around.
+    sample_lens, split_lens = ([operator.index(n) for n in lens] for lens in (sample_lens, split_lens))
     bounds = [0, *accumulate(sample_lens)]
     splits, sample, start = [], 0, 0
     for index, (length, mode) in enumerate(zip(split_lens, attn_modes, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -87,6 +88,15 @@ def test_example_of_the_docstring() -> None:
 def test_bad_packs_name_the_argument(args: tuple[list[int], list[int], list[str]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PackedMask(*args, CPU)
+
+
+def test_lengths_of_numpy_do_not_wrap_around() -> None:
+    lengths = np.array([60000], np.int32)
+    mask = PackedMask(lengths, lengths, ["full"], "cpu")  # type: ignore[arg-type]
+    assert (mask.pairs, mask.visible_keys_rounded) == (
+        60000**2,
+        PackedMask([60000], [60000], ["full"], "cpu").visible_keys_rounded,
+    )
 
 
 def test_a_device_that_is_not_here_is_named() -> None:
