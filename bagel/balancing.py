@@ -157,7 +157,7 @@ class Balance:
 
 
 def balance(
-    packs: Sequence[Packed],
+    packs: Iterable[Packed],
     ranks: int,
     *,
     move: Literal["samples", "packs"] = "samples",
