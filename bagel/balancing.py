@@ -77,6 +77,8 @@ class LayerCost:
         cls, heads_q: int, head_dim: int, *, forward: float, backward: float, token: float
     ) -> LayerCost:
         """From attention's TFLOP/s of visible pairs (4 head_dim a pair and head forward, 2.5 times that backward)."""
+        expect_integer("heads_q", heads_q)
+        expect_integer("head_dim", head_dim)
         for name, rate in (("forward", forward), ("backward", backward)):
             expect_number(name, rate, optional=False)
             if not rate > 0.0:
@@ -85,14 +87,17 @@ class LayerCost:
         return cls(token, work / forward + 2.5 * work / backward)
 
     @classmethod
-    def fit(cls, packs: Sequence[Packed], seconds: Sequence[float]) -> LayerCost:
+    def fit(cls, packs: Iterable[Packed], seconds: Iterable[float]) -> LayerCost:
         """The cost nearest to measured times of packs: least squares of relative errors, none below 0.
 
-        packs: at least 3, that differ in tokens and in pairs. Raises ValueError otherwise.
+        packs: at least 3, that differ in tokens and in pairs. Raises ValueError otherwise, TypeError for other types.
         """
         from scipy.optimize import nnls
 
         packs = _expect_packs(packs)
+        if not isinstance(seconds, Iterable):
+            raise TypeError(f"seconds: got {type(seconds).__name__}, expected a list of times")
+        seconds = list(seconds)
         for second in seconds:
             expect_number("seconds", second, optional=False)
         work = [_work(_samples(pack, number)) for number, pack in enumerate(packs)]
@@ -265,7 +270,7 @@ def _share(samples: Sequence[_Sample], cost: LayerCost) -> Share:
     ordered = sorted(samples, key=lambda sample: sample.place)
     tokens, pairs = _work(ordered)
     seconds = cost.seconds(tokens, pairs)
-    # A subclass may predict something else.
+    # Huge costs overflow, and a subclass may return anything.
     if not isinstance(seconds, Real) or not 0.0 <= seconds < math.inf:
         raise ValueError(
             f"cost: seconds({tokens}, {pairs}) gave {seconds!r}, expected a finite number of at least 0"

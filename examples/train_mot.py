@@ -241,7 +241,7 @@ class Losses:
         self.path = path
         if path is None:
             return
-        kept = [line for line in earlier_lines(path) if json.loads(line)["step"] < first] if first else []
+        kept = [line for line in earlier_lines(path) if step_of(line, path) < first] if first else []
         part = path.with_name(f"{path.name}.part")
         part.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         part.replace(path)
@@ -251,6 +251,14 @@ class Losses:
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def step_of(line: str, path: Path) -> int:
+    """The step of a line of losses. Raises UsageError naming the file."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        raise click.UsageError(f"--losses {path}: {line[:60]!r} is no line of losses") from None
 
 
 def earlier_lines(path: Path) -> list[str]:

@@ -278,7 +278,7 @@ def _groups(groups: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, list
 
 
 def _flags(name: str, values: Sequence[bool], count: int) -> npt.NDArray[np.bool_]:
-    if not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+    if not isinstance(values, Sequence) and getattr(values, "ndim", 0) != 1:
         raise TypeError(f"{name}: got {type(values).__name__}, expected a list of True and False")
     if len(values) != count:
         raise ValueError(f"{name}: got {len(values)} entries for {count} segments")

@@ -140,7 +140,7 @@ def _attended(
     """`attention` with any mask."""
     if isinstance(mask, FunctionMask):
         return forward(q, k, v, mask, scale, 0, deterministic)[0]
-    data, kind, visible_keys = _unpack(mask, q, k)
+    data, kind, visible_keys = unpack_mask(mask, q, k)
     return _attend(q, k, v, scale, deterministic, kind, data, visible_keys)
 
 
@@ -226,7 +226,7 @@ def forward(
     check: whether captured tensors are compared with the sizes of q and k; reads past the end give the last element.
     """
     load_operators()
-    data, kind, visible_keys = _unpack(mask, q, k)
+    data, kind, visible_keys = unpack_mask(mask, q, k)
     words = _words(q, k, mask, score, check)
     result: tuple[Tensor, Tensor] = _operators.forward.default(
         q, k, v, data, kind, scale, deterministic, visible_keys, variant, *words
@@ -278,7 +278,7 @@ def backward(
     Workspace on a GPU: docs/attention.md, "Memory".
     """
     load_operators()
-    data, kind, visible_keys = _unpack(mask, q, k)
+    data, kind, visible_keys = unpack_mask(mask, q, k)
     words = _words(q, k, mask, score, check)
     wanted = score is not None and wants_gradients(score.text)
     operator = _operators.score_backward if wanted else _operators.backward
@@ -289,7 +289,7 @@ def backward(
     )
 
 
-def _unpack(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
+def unpack_mask(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
     """The operators' arguments for a mask: its data, the number of its kind, its visible_keys_rounded."""
     if mask is None:
         return None, _FULL, 0

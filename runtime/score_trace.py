@@ -62,7 +62,7 @@ class _Indexing(TorchFunctionMode):
             if original is x:
                 return plain
         with _disable_current_modes():  # what make_fx saw would be an operation of the graph
-            plain = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            plain = torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)  # x may be large
         self.replaced.append((x, plain))
         return plain
 

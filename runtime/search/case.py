@@ -11,8 +11,9 @@ import torch
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
-from attnforge.runtime.inputs import MASKS, check_forward, check_score
+from attnforge.runtime.inputs import check_forward, check_score
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.ops import unpack_mask
 from attnforge.runtime.scores import Score
 
 DETERMINISTIC = " deterministic"  # ends the names of cases of `as_deterministic`
@@ -102,11 +103,11 @@ class Case:
             q, k, v = (torch.empty(self.batch, *s, dtype=self.torch_dtype, device="meta") for s in sizes)
         except (RuntimeError, TypeError):  # 64 bits do not count its bytes
             raise ValueError(f"q: torch has no tensor of shape {(self.batch, *sizes[0])}") from None
-        listed = None if self.mask is None or isinstance(self.mask, Causal) else self.mask
-        data = None if listed is None else torch.empty_like(listed.data, device="meta")
+        given, kind, _ = unpack_mask(self.mask, q, k)
+        data = None if given is None else torch.empty_like(given, device="meta")
         function = self.mask if isinstance(self.mask, FunctionMask) else None
         mod, mod_tensors = (function.text, function.tensors) if function else ("", ())
-        check_forward(q, k, v, data, MASKS.index(self.mask_kind), self.scale, mask_mod=mod)
+        check_forward(q, k, v, data, kind, self.scale, mask_mod=mod)
         score, tensors = (self.score.text, self.score.tensors) if self.score else ("", ())
         check_score(q, k, score, [torch.empty_like(x, device="meta") for x in (*tensors, *mod_tensors)], mod)
 

@@ -293,3 +293,8 @@ def test_times_that_are_no_numbers_are_named() -> None:
 def test_packs_may_be_an_iterator() -> None:
     packs = packs_of("finetune")
     assert balance(iter(packs), 2) == balance(packs, 2)
+    measured = [workload(name) for name in ("pretrain/0", "finetune/1", "t2i_lowres/0", "edit_only/0")]
+    times = [1.0, 0.4, 0.5, 1.1]
+    assert LayerCost.fit(iter(measured), iter(times)) == LayerCost.fit(measured, times)
+    with pytest.raises(TypeError, match="seconds: got float, expected a list of times"):
+        LayerCost.fit(measured, 1.0)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from ranks import torchrun
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from train_mot import Options, main, train  # noqa: E402
+from train_mot import Losses, Options, main, train  # noqa: E402
 
 BASE = Options(tokens=128, steps=4, precision="fp32", device="cpu")
 Rows = list[dict[str, float]]
@@ -115,6 +115,17 @@ def test_numbers_below_the_least_are_refused_before_training(option: str) -> Non
     result = CliRunner().invoke(main, option.split())
     assert result.exit_code == 2
     assert f"Invalid value for '{option.split()[0]}'" in result.output
+
+
+def test_a_file_that_holds_no_losses_is_named(tmp_path: Path) -> None:
+    """A run that goes on keeps earlier lines, so it must read them; one from the start writes the file anew."""
+    path = tmp_path / "losses.jsonl"
+    for line in ("hello", "{}", "[1]"):
+        path.write_text(line + "\n")
+        with pytest.raises(UsageError, match=r"losses.jsonl: .* is no line of losses"):
+            Losses(path, 2)
+    Losses(path, 0)
+    assert path.read_text() == ""
 
 
 def test_the_folder_of_losses_is_made(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_wide_heads_compile_cleanly(arch: Arch, nvcc: None, tmp_path: Path) -> N
 def route(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> int:
     """The handle of the variant that runs the call."""
     operators()
-    data, kind, visible_keys = ops._unpack(mask, q, k)
+    data, kind, visible_keys = ops.unpack_mask(mask, q, k)
     return int(torch.ops.attnforge.route(q, k, v, data, kind, False, visible_keys, None, None))
 
 

@@ -101,7 +101,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score: Score | None = None) -> Call:
-    data, kind, _ = ops._unpack(mask, q, k)
+    data, kind, _ = ops.unpack_mask(mask, q, k)
     text, tensors = ("", ()) if score is None else (score.text, score.tensors)
     function = MaskMod(mask.text if isinstance(mask, FunctionMask) else "")
     return Call(q, k, v, data, MASKS[kind], DIM**-0.5, ScoreMod(text), tensors, function)

@@ -130,7 +130,7 @@ def test_compile(device: str) -> None:
 def test_opcheck(device: str) -> None:
     x = draw(SHAPE, torch.bfloat16, device)
     mask = dense(SEQ_Q, SEQ_K, device, planes=(1, 4))
-    bits, kind, visible = ops._unpack(mask, x.q, x.k)
+    bits, kind, visible = ops.unpack_mask(mask, x.q, x.k)
     given = {"visible": visible}
     torch.library.opcheck(torch.ops.attnforge.forward.default, (x.q, x.k, x.v, bits, kind, None), given)
     q, k, v = x.q.detach(), x.k.detach(), x.v.detach()

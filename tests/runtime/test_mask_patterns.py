@@ -224,6 +224,14 @@ UNTYPED: Any = masks
             "is_image: got bool, expected a list of True and False",
         ),
         (
+            lambda: UNTYPED.causal_or_image([3, 2], {True, False}, "cpu"),
+            "is_image: got set, expected a list of True and False",
+        ),
+        (
+            lambda: UNTYPED.causal_or_image([3], np.array(1), "cpu"),
+            "is_image: got ndarray, expected a list of True and False",
+        ),
+        (
             lambda: UNTYPED.causal_or_image([3], ["no"], "cpu"),
             "is_image: entry 0 is 'no', expected True or False",
         ),

@@ -70,7 +70,7 @@ def test_arguments_keep_their_names() -> None:
 def test_opcheck(device: str, kind: str) -> None:
     load_operators()
     x = draw(Shape(group=2), DTYPE, device)
-    data, code, visible = ops._unpack(make_mask(kind, 65, 65, device), x.q, x.k)
+    data, code, visible = ops.unpack_mask(make_mask(kind, 65, 65, device), x.q, x.k)
     shared = {"visible": visible}
     torch.library.opcheck(torch.ops.attnforge.forward.default, (x.q, x.k, x.v, data, code, None), shared)
     q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
@@ -115,7 +115,7 @@ def test_errors_of_mask_operators_say_what_they_got() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck_attend(device: str, kind: str) -> None:
     x = draw(Shape(group=2), DTYPE, device)
-    data, code, visible = ops._unpack(make_mask(kind, 65, 65, device), x.q, x.k)
+    data, code, visible = ops.unpack_mask(make_mask(kind, 65, 65, device), x.q, x.k)
     given = (0.2, True, code, data, visible)
     torch.library.opcheck(torch.ops.attnforge.attend.default, (x.q, x.k, x.v, *given))
 

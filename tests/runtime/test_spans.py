@@ -283,7 +283,7 @@ def test_compile(device: str) -> None:
 def test_opcheck(device: str, planes: tuple[int, int]) -> None:
     x = draw(SHAPE, torch.bfloat16, device)
     mask = unions(SEQ_Q, SEQ_K, 2, device, planes)
-    data, kind, visible = ops._unpack(mask, x.q, x.k)
+    data, kind, visible = ops.unpack_mask(mask, x.q, x.k)
     given = {"visible": visible}
     torch.library.opcheck(torch.ops.attnforge.forward.default, (x.q, x.k, x.v, data, kind, None), given)
     starts, ends = (t.to(device) for t in random_bounds(2, 1, 2, 9))

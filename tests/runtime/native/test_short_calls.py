@@ -35,7 +35,7 @@ def loaded() -> None:
 @kinds
 def test_opcheck(device: str, kind: str) -> None:
     x = draw(Shape(group=2), DTYPE, device)
-    data, _, visible = ops._unpack(make_mask(kind, 65, 65, device), x.q, x.k)
+    data, _, visible = ops.unpack_mask(make_mask(kind, 65, 65, device), x.q, x.k)
     op = getattr(torch.ops.attnforge, f"attend_{kind}").default
     rest = (data, visible) if kind == "spans" else ()
     for scale in ((), (0.2,)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import comb
+from math import comb, inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +77,7 @@ def test_slow_leaders_are_timed_often_and_others_as_before() -> None:
     assert [often.count(ms) for ms in times] == [50, 50, 50, 21, 21, 21, 15, 3]
     assert [usual.count(ms) for ms in times] == [50, 50, 50, 21, 20, 3, 3, 3]
     assert final_effort(gpu, patience=0.0).count(100.0) == 3
+    assert final_effort(gpu, patience=inf).count(100.0) == 21
     assert final_effort(CPU, patience=4.5).count(500.0) == 9
 
 
