@@ -22,6 +22,7 @@ from attnforge.codegen.spec import MAX_INTERVALS, Mask
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS, Mask.DENSE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_INDEX = 2**31 - 1
+MAX_ROWS = MAX_INDEX // 2  # of q, and of k
 MAX_HEAD_DIM = 512  # beyond 256 there are forwards only
 # Scales that are above 0 and finite in float32.
 LEAST_SCALE, LARGEST_SCALE = 2.0**-149, (2 - 2.0**-23) * 2.0**127
@@ -189,8 +190,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 def expect_rows(seq_q: int, seq_k: int) -> None:
     """Raises ValueError naming q or k if it has more rows than the kernels' indices hold."""
     for name, length in (("q", seq_q), ("k", seq_k)):
-        if length > MAX_INDEX // 2:
-            raise ValueError(f"{name}: got {length} rows, at most {MAX_INDEX // 2} are supported")
+        if length > MAX_ROWS:
+            raise ValueError(f"{name}: got {length} rows, at most {MAX_ROWS} are supported")
 
 
 def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, kind: int, mask_mod: str) -> None:

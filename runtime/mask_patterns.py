@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnforge.runtime.inputs import MAX_INDEX, expect_integer, expect_integers, expect_number
+from attnforge.runtime.inputs import MAX_ROWS, expect_integer, expect_integers, expect_number
 from attnforge.runtime.masks import FunctionMask, Spans
 from attnforge.runtime.score_trace import MaskFunction, traced_mask
 
@@ -31,7 +31,6 @@ Vector = npt.NDArray[np.int64]
 
 P = ParamSpec("P")
 
-LONGEST = MAX_INDEX // 2  # sequence that attention supports
 UNEVEN = 16  # times the mean queries of a key: a key that more see is one of few that nearly all see
 
 
@@ -181,7 +180,7 @@ def block_diffusion(length: int, block: int, device: Device) -> Spans:
     A noisy query sees the noisy keys of its own block and the clean keys of earlier blocks; a clean query sees the
     clean keys of its own block and of earlier ones. The mask is of 2 * length tokens, with two intervals a key.
     """
-    length, block = _length("length", length, LONGEST // 2), _distance("block", block, 1)
+    length, block = _length("length", length, MAX_ROWS // 2), _distance("block", block, 1)
     row = np.arange(length, dtype=np.int64)
     first, end = row // block * block, np.minimum((row // block + 1) * block, length)
     none = np.zeros_like(row)
@@ -247,7 +246,7 @@ def _expect(name: str, value: int, least: int) -> int:
     return operator.index(value)
 
 
-def _length(name: str, value: int, most: int = LONGEST) -> int:
+def _length(name: str, value: int, most: int = MAX_ROWS) -> int:
     """A number of tokens, checked."""
     value = _expect(name, value, 0)
     if value > most:
@@ -256,8 +255,8 @@ def _length(name: str, value: int, most: int = LONGEST) -> int:
 
 
 def _distance(name: str, value: int, least: int = 0) -> int:
-    """A distance between tokens, checked; one beyond all sequences is as LONGEST, and its sums fit int64."""
-    return min(_expect(name, value, least), LONGEST)
+    """A distance between tokens, checked; one beyond all sequences is as MAX_ROWS, and its sums fit int64."""
+    return min(_expect(name, value, least), MAX_ROWS)
 
 
 def _groups(groups: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, list[int]]]:
@@ -294,8 +293,8 @@ def _segments(lengths: Sequence[int]) -> tuple[Vector, Vector]:
     for index, length in enumerate(lengths):
         if length < 0:
             raise ValueError(f"lengths: entry {index} is {length}; lengths must be 0 or more")
-    if (total := sum(map(operator.index, lengths))) > LONGEST:
-        raise ValueError(f"lengths: {total} tokens in all, at most {LONGEST} are supported")
+    if (total := sum(map(operator.index, lengths))) > MAX_ROWS:
+        raise ValueError(f"lengths: {total} tokens in all, at most {MAX_ROWS} are supported")
     sizes = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(sizes)
     return np.repeat(ends - sizes, sizes), np.repeat(ends, sizes)

@@ -409,7 +409,7 @@ def _deterministic(problem: Problem) -> Iterator[Sm90Backward]:
         core = Sm90Backward(64, 128, of_q, of_dout, lag, in_regs, split, True, 0, loaders)
         for launch_order in (0, *_launch_orders(problem, split)):
             chosen = replace(core, launch_order=launch_order)
-            groups = WHOLE_GROUPS if launch_order == 3 else ()
+            groups = WHOLE_GROUPS if launch_order == 3 else ()  # heads start one tile apart
             yield from in_sections(problem, chosen, plan, (*SECTIONS, *MORE_HEADS, *groups))
     for walk in _walks(problem):
         for launch_order in _launch_orders(problem, False) if walk.deterministic else ():
