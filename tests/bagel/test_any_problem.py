@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from attnforge.bagel.commands import options
@@ -112,7 +113,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seq_q", [0, -1, 2**40, 2.5, [4, 4]], ids=str)
-def test_numbers_of_queries_that_are_none_are_refused(seq_q: object, tmp_path: Path) -> None:
+def test_numbers_of_queries_that_are_none_are_refused(seq_q: ArrayLike, tmp_path: Path) -> None:
     np.savez(tmp_path / "spans.npz", starts=np.arange(4), ends=np.arange(4) + 2, seq_q=seq_q)
     with pytest.raises(ValueError, match=r"has 4 keys and seq_q .*, expected 1 or more of each"):
         read_mask(tmp_path / "spans.npz", "cpu")
