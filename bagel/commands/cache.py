@@ -1,4 +1,4 @@
-"""The commands `cache ls` and `cache clear`."""
+"""The commands `cache list` and `cache clear`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def cache() -> None:
     """List or remove the compiled kernels on disk."""
 
 
-@cache.command("ls")
-def cache_ls() -> None:
+@cache.command("list")
+def cache_list() -> None:
     """List compiled kernels, newest first."""
     from attnforge.runtime.build.cache import entries
     from attnforge.runtime.build.settings import settings

@@ -78,7 +78,7 @@ _spellings = itertools.count(1)
 
 @dataclass(frozen=True)
 class Listing:
-    """One line of `cache ls`: an entry whose binary was not read. `bytes` is its size on disk."""
+    """One line of `cache list`: an entry whose binary was not read. `bytes` is its size on disk."""
 
     directory: Path
     meta: dict[str, Any]

@@ -326,8 +326,8 @@ def test_verify_says_what_it_found() -> None:
 
 
 def test_cache_and_doctor(cache_dir: Path) -> None:
-    assert "0 compiled kernels" in run("cache", "ls").stdout
-    assert str(cache_dir) in run("cache", "ls").stdout
+    assert "0 compiled kernels" in run("cache", "list").stdout
+    assert str(cache_dir) in run("cache", "list").stdout
     assert "0 entries removed" in run("cache", "clear").stdout
     assert "torch" in run("doctor").stdout
 
