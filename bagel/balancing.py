@@ -9,11 +9,12 @@ up to two samples against up to two, while that helps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 from numbers import Real
-from typing import Literal, Protocol
+from typing import Literal, Protocol, SupportsFloat
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class LayerCost:
     The defaults are BAGEL-7B's layer (28/4/128, bf16, no checkpointing) on an H200: `pair` and 3.6e-8 of `token` are a
     least-squares fit of attention's rates on packs (docs/performance.md, "Goals"; within 8 %), the rest of `token` is
     the layer of docs/training.md without attention. `balance` depends on their ratio only, so times of a whole model
-    will do.
+    will do. A subclass may override `seconds`.
     """
 
     token: float = 2.66e-6
@@ -63,10 +64,12 @@ class LayerCost:
         """Raises TypeError for what is no number, and ValueError for a negative or infinite time, with which
         exchanging samples would not end.
         """
-        for name, value in (("token", self.token), ("pair", self.pair), ("fixed", self.fixed)):
+        for name in ("token", "pair", "fixed"):
+            value = getattr(self, name)
             expect_number(name, value, optional=False)
-            if not 0.0 <= value < math.inf:
+            if not _is_time(value):
                 raise ValueError(f"{name}: got {value} seconds, expected a finite number of at least 0")
+            object.__setattr__(self, name, float(value))  # NumPy's float32 would round sums
 
     def seconds(self, tokens: int, pairs: int) -> float:
         """Predicted time of a pack."""
@@ -77,8 +80,10 @@ class LayerCost:
         cls, heads_q: int, head_dim: int, *, forward: float, backward: float, token: float
     ) -> LayerCost:
         """From attention's TFLOP/s of visible pairs (4 head_dim a pair and head forward, 2.5 times that backward)."""
-        expect_integer("heads_q", heads_q)
-        expect_integer("head_dim", head_dim)
+        for name, size in (("heads_q", heads_q), ("head_dim", head_dim)):
+            expect_integer(name, size)
+            if size < 1:
+                raise ValueError(f"{name}: got {size}, expected at least 1")
         for name, rate in (("forward", forward), ("backward", backward)):
             expect_number(name, rate, optional=False)
             if not rate > 0.0:
@@ -106,19 +111,28 @@ class LayerCost:
                 f"seconds: {len(seconds)} times of {len(packs)} packs; expected a finite time above 0 for each of 3 "
                 "or more"
             )
-        table = np.array([(tokens, pairs, 1.0) for tokens, pairs in work])
+        table = np.array([(tokens, pairs, 1.0) for tokens, pairs in work], dtype=float)
         size = table.max(0)
         if np.linalg.matrix_rank(table / size) < 3:
             raise ValueError(
                 "packs: their tokens and visible pairs do not differ enough to tell their costs apart"
             )
-        times = np.asarray(seconds, dtype=float)
+        shortest = float(min(seconds))  # relative to it: dividing by the smallest floats would overflow
+        times = np.asarray(seconds, dtype=float) / shortest
         found, _ = nnls(table / size / times[:, None], np.ones(len(times)))
-        return cls(*(found / size).tolist())
+        return cls(*(found * shortest / size).tolist())
 
 
 def _are_times(seconds: Sequence[float]) -> bool:
-    return all(0.0 < second < math.inf for second in seconds)
+    return all(second > 0.0 and _is_time(second) for second in seconds)
+
+
+def _is_time(seconds: SupportsFloat) -> bool:
+    """Whether it is at least 0 and finite as a float; Python's integers may be larger than any."""
+    try:
+        return 0.0 <= float(seconds) < math.inf
+    except OverflowError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -150,15 +164,18 @@ class Balance:
 
     @property
     def ratio(self) -> float:
-        """Largest over mean of the ranks' times, where ranks wait for each other once a step (DDP)."""
-        return max(self.seconds) * len(self.ranks) / (sum(self.seconds) or 1.0)
+        """Largest over mean of the ranks' times, where ranks wait for each other once a step (DDP). 1 if all are 0."""
+        return self._over_mean(max(self.seconds))
 
     @property
     def lockstep_ratio(self) -> float:
         """The same where ranks wait for each other in every pack (FSDP)."""
         columns = zip(*self.ranks, strict=True)
-        slowest: float = sum(max(share.seconds for share in column) for column in columns)
-        return slowest * len(self.ranks) / (sum(self.seconds) or 1.0)
+        return self._over_mean(sum(max(share.seconds for share in column) for column in columns))
+
+    def _over_mean(self, slowest: float) -> float:
+        total = sum(self.seconds)
+        return slowest / total * len(self.ranks) if total else 1.0
 
 
 def balance(
@@ -176,7 +193,8 @@ def balance(
     move: "samples" makes new packs of all samples, as many as were given or the next multiple of `ranks`; "packs"
         leaves each pack as it is, and their number must be a multiple of `ranks`. With fewer samples than new packs,
         some packs are empty.
-    cost: None is LayerCost().
+    cost: None is LayerCost(). Samples are dealt as if a pack took as long as the sum of what each of its samples adds
+        to an empty pack, which is so unless a subclass overrides `seconds`; `Share.seconds` is that of the whole pack.
     capacity: tokens of a new pack at most; None: those of the longest given one, padding included.
 
     The result depends on the arguments alone: ranks that know all packs agree without communication. Raises TypeError
@@ -192,7 +210,7 @@ def balance(
                 f"packs: {len(packs)} do not divide among {ranks} ranks; move='samples' makes new ones"
             )
         return _to_ranks([_share(part, cost) for part in given], ranks)
-    room = max(sum(pack.sample_lens) for pack in packs) if capacity is None else capacity
+    room = max(sum(_lengths(pack)) for pack in packs) if capacity is None else capacity
     count = -(-len(packs) // ranks) * ranks
     return _to_ranks([_share(part, cost) for part in _deal(given, count, room, cost)], ranks)
 
@@ -244,18 +262,25 @@ def _samples(pack: Packed, number: int = 0) -> list[_Sample]:
         splits = cut(pack.sample_lens, pack.split_lens, pack.attn_modes)
     except (TypeError, ValueError) as error:
         raise type(error)(f"packs: number {number}: {error}") from None
-    used = getattr(pack, "used", None)
-    limit = sum(pack.sample_lens) if used is None else used
-    if limit not in (0, *accumulate(pack.sample_lens)):
+    used, lengths = getattr(pack, "used", None), _lengths(pack)
+    if used is not None:
+        expect_integer(f"packs: number {number}: used", used)
+    limit = sum(lengths) if used is None else operator.index(used)
+    if limit not in (0, *accumulate(lengths)):
         raise ValueError(f"packs: number {number} has {limit!r} used tokens, which end inside a sample")
     found, end = [], 0
-    for index, length in enumerate(pack.sample_lens):
+    for index, length in enumerate(lengths):
         end += length
         own = [split for split in splits if split.sample == index and split.end > split.start]
         if end <= limit and length:
             lens, modes = tuple(s.end - s.start for s in own), tuple(s.mode for s in own)
             found.append(_Sample((number, index), length, sum(s.pairs for s in own), lens, modes))
     return found
+
+
+def _lengths(pack: Packed) -> list[int]:
+    """Tokens of each sample, padding included, as numbers of Python: sums of NumPy's int32 would wrap around."""
+    return [operator.index(length) for length in pack.sample_lens]
 
 
 def _work(samples: Iterable[_Sample]) -> tuple[int, int]:
@@ -268,23 +293,38 @@ def _work(samples: Iterable[_Sample]) -> tuple[int, int]:
 
 def _share(samples: Sequence[_Sample], cost: LayerCost) -> Share:
     ordered = sorted(samples, key=lambda sample: sample.place)
-    tokens, pairs = _work(ordered)
-    seconds = cost.seconds(tokens, pairs)
-    # Huge costs overflow, and a subclass may return anything.
-    if not isinstance(seconds, Real) or not 0.0 <= seconds < math.inf:
-        raise ValueError(
-            f"cost: seconds({tokens}, {pairs}) gave {seconds!r}, expected a finite number of at least 0"
-        )
     return Share(
         tuple(sample.place for sample in ordered),
         tuple(sample.tokens for sample in ordered),
         tuple(n for sample in ordered for n in sample.split_lens),
         tuple(mode for sample in ordered for mode in sample.attn_modes),
-        seconds,
+        _seconds(cost, *_work(ordered)),
     )
 
 
+def _seconds(cost: LayerCost, tokens: int, pairs: int) -> float:
+    """The predicted time of a pack. Raises ValueError for what is none."""
+    try:
+        found: object = cost.seconds(tokens, pairs)
+    except OverflowError:  # Python's integers may be larger than any float
+        found = math.inf
+    # Huge costs overflow, and a subclass may return anything.
+    if not isinstance(found, Real) or not _is_time(found):
+        raise ValueError(
+            f"cost: seconds({tokens}, {pairs}) gave {found!r}, expected a finite number of at least 0"
+        )
+    return float(found)
+
+
+def _times(samples: Iterable[_Sample], cost: LayerCost) -> Times:
+    """What each sample adds to the time of an empty pack, which every pack has."""
+    none = _seconds(cost, 0, 0)
+    return {x.place: max(0.0, _seconds(cost, x.tokens, x.pairs) - none) for x in samples}
+
+
 # ---- Samples to packs
+
+Times = Mapping[tuple[int, int], float]  # of samples, by their places
 
 
 def _deal(given: list[list[_Sample]], count: int, room: int, cost: LayerCost) -> list[list[_Sample]]:
@@ -292,58 +332,56 @@ def _deal(given: list[list[_Sample]], count: int, room: int, cost: LayerCost) ->
     every = [sample for part in given for sample in part]
     if (longest := max((sample.tokens for sample in every), default=0)) > room:
         raise ValueError(f"capacity: {room} tokens, but a sample has {longest}; pass at least that many")
-    cost = LayerCost(cost.token, cost.pair)  # every pack has the fixed part
     as_given = [list(part) for part in given] + [[] for _ in range(count - len(given))]
-    starts = [_slowest_first(every, count, room, cost), _largest_first(every, count, room)]
+    times = _times(every, cost)
+    starts = [_slowest_first(every, count, room, times), _largest_first(every, count, room)]
     if all(_work(part)[0] <= room for part in as_given):
         starts.append(as_given)
-    tried = [_improve(start, room, cost) for start in starts if start is not None]
+    tried = [_improve(start, room, times) for start in starts if start is not None]
     if not tried:
         raise ValueError(
             f"capacity: {len(every)} samples of {_work(every)[0]} tokens do not fit {count} packs of {room}; "
             "raise capacity, or pass packs with fewer tokens"
         )
-    return min(tried, key=lambda packs: max(cost.seconds(*_work(part)) for part in packs))
+    return min(tried, key=lambda packs: max(_seconds(cost, *_work(part)) for part in packs))
 
 
-def _slowest_first(
-    every: list[_Sample], count: int, room: int, cost: LayerCost
-) -> list[list[_Sample]] | None:
+def _slowest_first(every: list[_Sample], count: int, room: int, times: Times) -> list[list[_Sample]] | None:
     """Each sample, the slowest first, to the pack that is fastest so far and has room; None if none has."""
     packs: list[list[_Sample]] = [[] for _ in range(count)]
     tokens, loads = [0] * count, [0.0] * count
-    for sample in sorted(every, key=lambda x: (-cost.seconds(x.tokens, x.pairs), x.place)):
+    for sample in sorted(every, key=lambda x: (-times[x.place], x.place)):
         fitting = [i for i in range(count) if tokens[i] + sample.tokens <= room]
         if not fitting:
             return None
         best = min(fitting, key=lambda i: (loads[i], i))
         packs[best].append(sample)
         tokens[best] += sample.tokens
-        loads[best] += cost.seconds(sample.tokens, sample.pairs)
+        loads[best] += times[sample.place]
     return packs
 
 
 def _largest_first(every: list[_Sample], count: int, room: int) -> list[list[_Sample]] | None:
     """The same by tokens alone, which leaves room for longer."""
-    return _slowest_first(every, count, room, LayerCost(1.0, 0.0))
+    return _slowest_first(every, count, room, {x.place: float(x.tokens) for x in every})
 
 
 class _Exchange:
     """Subsets of up to two samples of a pack, of up to one of many: their times and tokens. The empty one is first."""
 
-    def __init__(self, samples: Sequence[_Sample], cost: LayerCost) -> None:
+    def __init__(self, samples: Sequence[_Sample], times: Times) -> None:
         most = 2 if len(samples) <= FEW else 1
         self.subsets = [s for size in range(most + 1) for s in combinations(range(len(samples)), size)]
-        times = [cost.seconds(x.tokens, x.pairs) for x in samples]
-        self.times = np.array([sum(times[i] for i in s) for s in self.subsets])
+        own = [times[x.place] for x in samples]
+        self.times = np.array([sum(own[i] for i in s) for s in self.subsets])
         self.tokens = np.array([sum(samples[i].tokens for i in s) for s in self.subsets])
-        self.load, self.size = sum(times), sum(x.tokens for x in samples)
+        self.load, self.size = sum(own), sum(x.tokens for x in samples)
 
 
-def _improve(packs: list[list[_Sample]], room: int, cost: LayerCost) -> list[list[_Sample]]:
+def _improve(packs: list[list[_Sample]], room: int, times: Times) -> list[list[_Sample]]:
     """Exchange samples of the slowest pack while its and its partner's larger time falls."""
     packs = [list(part) for part in packs]
-    sides = [_Exchange(part, cost) for part in packs]
+    sides = [_Exchange(part, times) for part in packs]
     mean = sum(side.load for side in sides) / len(sides)
     while True:
         order = sorted(range(len(packs)), key=lambda i: (sides[i].load, i))
@@ -358,7 +396,7 @@ def _improve(packs: list[list[_Sample]], room: int, cost: LayerCost) -> list[lis
         packs[slow] = [x for x in packs[slow] if x not in leaving] + coming
         packs[other] = [x for x in packs[other] if x not in coming] + leaving
         for i in (slow, other):
-            sides[i] = _Exchange(packs[i], cost)
+            sides[i] = _Exchange(packs[i], times)
 
 
 def _best(
@@ -385,6 +423,8 @@ def _best(
 
 def _to_ranks(shares: list[Share], ranks: int) -> Balance:
     """Packs of about the same time at the same place of all ranks; of these the slowest to the fastest rank so far."""
+    if sum(share.seconds for share in shares) == math.inf:
+        raise ValueError("cost: the predicted times of all packs add up to more than a float holds")
     order = sorted(shares, key=lambda share: (-share.seconds, share.samples))
     dealt: list[list[Share]] = [[] for _ in range(ranks)]
     for first in range(0, len(order), ranks):

@@ -97,9 +97,10 @@ def _check(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Se
     for index, mode in enumerate(attn_modes):
         if mode not in MODES:
             raise ValueError(f"attn_modes: entry {index} is {mode!r}; modes are {', '.join(MODES)}")
-    if sum(split_lens) != sum(sample_lens):
+    found, expected = (sum(map(operator.index, lengths)) for lengths in (split_lens, sample_lens))
+    if found != expected:
         raise ValueError(
-            f"split_lens: {sum(split_lens)} tokens in all, but sample_lens has {sum(sample_lens)}; "
+            f"split_lens: {found} tokens in all, but sample_lens has {expected}; "
             "the splits must add up to the samples"
         )
 

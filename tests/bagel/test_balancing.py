@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -232,8 +234,24 @@ class OfTensors(LayerCost):
         ([SMALL], {"capacity": 2.5}, "capacity: got 2.5, expected an integer"),
         ([SMALL], {"cost": 3.0}, "cost: got float, expected a LayerCost or None"),
         ([SMALL], {"cost": lambda tokens, pairs: 1.0}, "cost: got <lambda>, expected a LayerCost or None"),
-        ([SMALL], {"cost": NoTime()}, r"cost: seconds\(4, 10\) gave nan, expected a finite number"),
-        ([SMALL], {"cost": OfTensors()}, r"cost: seconds\(4, 10\) gave tensor\(1.\), expected a finite"),
+        (
+            [SimpleNamespace(**vars(SMALL), used=4.0)],
+            {},
+            "packs: number 0: used: got 4.0, expected an integer",
+        ),
+        (
+            [SMALL] * 2,
+            {"cost": LayerCost(fixed=1e308)},
+            "cost: the predicted times of all packs add up to more",
+        ),
+        ([SMALL], {"cost": LayerCost(token=1e308)}, r"cost: seconds\(4, 10\) gave inf, expected a finite"),
+        (
+            [Pack((2**600,), (2**600,), ("full",))],
+            {},
+            r"cost: seconds\(\d+, \d+\) gave inf, expected a finite",
+        ),
+        ([SMALL], {"cost": NoTime()}, r"cost: seconds\(\d+, \d+\) gave nan, expected a finite number"),
+        ([SMALL], {"cost": OfTensors()}, r"cost: seconds\(\d+, \d+\) gave tensor\(1.\), expected a finite"),
     ],
 )
 def test_wrong_arguments_are_named(packs: Any, more: dict[str, Any], message: str) -> None:
@@ -244,6 +262,42 @@ def test_wrong_arguments_are_named(packs: Any, more: dict[str, Any], message: st
 def test_more_ranks_than_samples_leave_empty_packs() -> None:
     dealt = balance([SMALL, Pack((), (), ())], 3)
     assert [share.tokens for share in shares_of(dealt)] == [4, 0, 0]
+
+
+class Quadratic(LayerCost):
+    """A time that does not count pairs."""
+
+    def seconds(self, tokens: int, pairs: int) -> float:
+        return 1.0 + 1e-9 * tokens**2
+
+
+def test_a_cost_of_ones_own_decides_how_samples_are_dealt() -> None:
+    """By LayerCost's own prediction, which counts pairs, the causal samples are far cheaper."""
+    packs = [
+        Pack((900, 900), (900, 900), ("causal", "causal")),
+        Pack((900, 900), (900, 900), ("full", "full")),
+    ]
+    dealt = balance(packs, 2, cost=Quadratic())
+    assert dealt.ratio == 1.0
+    assert {share.tokens for share in shares_of(dealt)} == {1800}
+    lengths = Pack((1000, 10, 10, 10), (1000, 10, 10, 10), ("full",) * 4)
+    split = balance([lengths], 2, cost=Quadratic(), capacity=2000)
+    assert {share.tokens for share in shares_of(split)} == {30, 1000}
+
+
+def test_times_of_nothing_are_balanced() -> None:
+    for cost in (LayerCost(0.0, 0.0, 0.0), LayerCost()):
+        dealt = balance([Pack((), (), ())], 2, cost=cost)
+        assert dealt.ratio == dealt.lockstep_ratio == 1.0
+
+
+def test_lengths_and_costs_of_numpy() -> None:
+    """Sums of its int32 wrapped around, and times were float32."""
+    large: Any = np.array([2**30, 2**30], dtype=np.int32)
+    one: Any = np.float32(1.0)
+    dealt = balance([Pack(large, large, ("full", "full"))], 2, cost=LayerCost(one, 0.0))
+    assert dealt.seconds == (2.0**30, 2.0**30)
+    assert all(type(second) is float for second in dealt.seconds)
 
 
 def test_times_that_tell_no_costs_are_refused() -> None:
@@ -259,13 +313,18 @@ def test_the_public_name_is_the_function() -> None:
 
 
 @pytest.mark.parametrize("name", ["token", "pair", "fixed"])
-@pytest.mark.parametrize("value", [-1e-6, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [-1e-6, float("nan"), float("inf"), 10**400])
 def test_costs_that_are_no_times_are_refused(name: str, value: float) -> None:
     """With negative ones, `balance` did not return."""
     with pytest.raises(
         ValueError, match=f"{name}: got {value} seconds, expected a finite number of at least 0"
     ):
         LayerCost(**{name: value})
+
+
+def test_sizes_of_rates_are_at_least_one() -> None:
+    with pytest.raises(ValueError, match="heads_q: got -3, expected at least 1"):
+        LayerCost.from_rates(-3, 128, forward=700.0, backward=500.0, token=0.0)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
