@@ -73,6 +73,16 @@ def is_scale(scale: float | None) -> bool:
     return scale is None or LEAST_SCALE <= scale <= LARGEST_SCALE
 
 
+def expect_scale(scale: object) -> None:
+    """Raises TypeError or ValueError unless `attention` accepts this scale."""
+    expect_number("scale", scale)
+    if not is_scale(scale):  # type: ignore[arg-type]
+        raise ValueError(
+            f"scale: got {scale}, expected a number above 0 that float32 holds, {LEAST_SCALE:.2g} to "
+            f"{LARGEST_SCALE:.2g}, or None for head_dim ** -0.5"
+        )
+
+
 def expect_flags(**values: object) -> None:
     """Raises TypeError naming the first argument that is neither a bool nor an int."""
     for name, value in values.items():
@@ -131,11 +141,7 @@ def check_forward(
         _check_input(name, x, q)
     _check_shapes(q, k, v)
     _check_mask(q, k, mask, kind, mask_mod)
-    if not is_scale(scale):
-        raise ValueError(
-            f"scale: got {scale}, expected a number above 0 that float32 holds, {LEAST_SCALE:.2g} to "
-            f"{LARGEST_SCALE:.2g}, or None for head_dim ** -0.5"
-        )
+    expect_scale(scale)
     if abs(visible) > MAX_INDEX:
         raise ValueError(
             f"visible: got {visible}, expected the average number of keys that a query sees, or 0 if unknown"

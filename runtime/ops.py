@@ -159,7 +159,7 @@ def _scored(
     expect_tensors(q=q, k=k, v=v)
     expect_number("scale", scale)
     expect_flags(return_lse=return_lse, deterministic=deterministic)
-    if _have_dtensor(q, k, v):
+    if have_dtensor(q, k, v):
         raise ValueError("score, sinks: are not supported on DTensors; pass local tensors")
     found = None if score is None else as_score(score)
     out, lse = forward(q, k, v, mask, scale, deterministic=deterministic, score=found)
@@ -173,7 +173,7 @@ def _traced(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` under torch.compile, or with a scale that is no float or int, and may be of a wrong type."""
     expect_number("scale", scale)
-    if _have_dtensor(q, k, v):
+    if have_dtensor(q, k, v):
         return _on_dtensors(q, k, v, mask, scale, return_lse, deterministic)
     out, lse = forward(q, k, v, mask, scale, deterministic=deterministic)
     return (out, lse) if return_lse else out
@@ -183,7 +183,7 @@ def _on_refusal(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Called when an operator raised: runs DTensors, and otherwise raises a clear error for a wrong type."""
-    if _have_dtensor(q, k, v):
+    if have_dtensor(q, k, v):
         return _on_dtensors(q, k, v, mask, scale, return_lse, deterministic)
     # For an argument of a wrong type torch's message names an internal operator; ours names the argument.
     expect_tensors(q=q, k=k, v=v)
@@ -204,7 +204,7 @@ def _on_dtensors(
     )
 
 
-def _have_dtensor(*tensors: object) -> bool:
+def have_dtensor(*tensors: object) -> bool:
     """Whether any is a DTensor. Does not import torch.distributed.tensor, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(x, module.DTensor) for x in tensors)

@@ -29,16 +29,21 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     Exact and differentiable in all three: out * sigmoid(lse - sink), and logaddexp(lse, sink), in float32. A row that
     sees no key stays zeros; its lse becomes the sink. Raises ValueError or TypeError naming the argument.
     """
-    expect_tensors(sinks=sinks)
-    if sinks.shape != out.shape[1:2] or not sinks.dtype.is_floating_point or sinks.device != out.device:
-        raise ValueError(
-            f"sinks: got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device}, expected (heads_q) = "
-            f"{tuple(out.shape[1:2])} of a floating-point dtype on {out.device}"
-        )
+    expect_sinks(sinks, out.shape[1], out.device)
     if _fits(out):
         sunk: tuple[Tensor, Tensor] = _forward_op(out, lse, sinks.float())
         return sunk
     return _composed(out, lse, sinks)
+
+
+def expect_sinks(sinks: Tensor, heads: int, device: torch.device) -> None:
+    """Raises TypeError or ValueError unless these are sinks of that many query heads."""
+    expect_tensors(sinks=sinks)
+    if sinks.shape != (heads,) or not sinks.dtype.is_floating_point or sinks.device != device:
+        raise ValueError(
+            f"sinks: got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device}, expected (heads_q) = "
+            f"{(heads,)} of a floating-point dtype on {device}"
+        )
 
 
 def _composed(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

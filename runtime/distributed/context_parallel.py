@@ -23,7 +23,8 @@ indices (local_slice.py). With `pieces` > 1, communication overlaps with kernels
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 import torch
@@ -35,6 +36,12 @@ from torch.nn.functional import pad
 from attnforge.codegen.part import Leaf
 from attnforge.runtime import ops
 from attnforge.runtime.dispatch import SCORE_GRADIENTS_IN_ANY_ORDER
+from attnforge.runtime.distributed.agreement import (
+    ERROR,
+    can_compare,
+    describe,
+    expect_same,
+)
 from attnforge.runtime.distributed.cost import Partition, Shapes, fastest
 from attnforge.runtime.distributed.exchange import Attention, Call, all_gather, split_heads
 from attnforge.runtime.distributed.links import nodes_of
@@ -60,11 +67,11 @@ from attnforge.runtime.distributed.shards import (
     make_layout,
     plain_spans,
 )
-from attnforge.runtime.inputs import check_score, expect_flags, expect_layout, expect_number
+from attnforge.runtime.inputs import check_score, expect_flags, expect_layout, expect_scale
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.score_trace import ScoreFunction
 from attnforge.runtime.scores import Score, as_score
-from attnforge.runtime.sinks import with_sinks
+from attnforge.runtime.sinks import expect_sinks, with_sinks
 
 KEPT = 4  # size of each cache of local masks and row assignments
 
@@ -112,6 +119,8 @@ class ContextParallel:
             raise ValueError(f"pieces: got {pieces}, expected at least 1")
         self._heads, self._pieces = heads, pieces
         self._nodes = nodes_of(dist.get_process_group_ranks(self._group))
+        self._device = device_mesh.device_type
+        self._compared = False
         self._joined = set[torch.device]()
         self._layouts: dict[Partition, Layout] = {}
         self._plain: dict[Any, Spans] = {}
@@ -210,17 +219,25 @@ class ContextParallel:
         Returns this rank's rows, with the layout and dtype of q; with return_lse also their lse, float32 (B, Hq, n),
         which is -inf for padding. Both are differentiable with respect to this rank's q, k and v. The first call with a
         number of kv heads may create process groups: call it once before compiling. Raises as `attnforge.attention`,
-        and ValueError for shards that do not match the mask or each other.
+        and ValueError for shards that do not match the mask or each other. At the first call, and at all calls with
+        TORCH_DISTRIBUTED_DEBUG=DETAIL, ranks compare their arguments: if these differ, or one rank's are refused, all
+        ranks raise.
         """
-        expect_layout("(batch, heads, rows, head_dim)", q=q, k=k, v=v)
-        expect_number("scale", scale)
-        expect_flags(return_lse=return_lse, deterministic=deterministic)
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v = (x.to(dtype) for x in (q, k, v))
-        total = self._check(q, k, v, mask, total)
-        found = None if score is None else as_score(score)
-        self._check_functions(q, k, mask, found, total, deterministic)
+        with self._comparing() as mine:
+            expect_layout("(batch, heads, rows, head_dim)", q=q, k=k, v=v)
+            expect_scale(scale)
+            expect_flags(return_lse=return_lse, deterministic=deterministic)
+            if torch.is_autocast_enabled(q.device.type):
+                dtype = torch.get_autocast_dtype(q.device.type)
+                q, k, v = (x.to(dtype) for x in (q, k, v))
+            total = self._check(q, k, v, mask, total)
+            found = None if score is None else as_score(score)
+            self._check_functions(q, k, mask, found, total, deterministic)
+            if sinks is not None:
+                expect_sinks(sinks, q.shape[1], q.device)
+            if mine is not None:
+                mine |= describe(q=q, k=k, v=v, mask=mask, total=total, score=found, sinks=sinks)
+                mine |= describe(scale=scale, return_lse=return_lse, deterministic=deterministic)
         with_lse = return_lse or sinks is not None
         call = self._call(q, k, v, mask, found, total, scale, with_lse, deterministic)
         captured = () if found is None else found.tensors
@@ -282,8 +299,31 @@ class ContextParallel:
 
     __call__ = attention
 
+    @contextmanager
+    def _comparing(self) -> Iterator[dict[str, str] | None]:
+        """Around the checks of a call's arguments: gives a dict to describe them in, which all ranks then compare.
+
+        At the first call and if torch's debug level is DETAIL; else gives None.
+        """
+        if not can_compare() or (self._compared and dist.get_debug_level() != dist.DebugLevel.DETAIL):
+            yield None
+            return
+        device = torch.device(self._device)
+        mine = describe(heads=self._heads, pieces=self._pieces)
+        try:
+            yield mine
+        except Exception as error:
+            expect_same(self._group, device, {ERROR: f"{type(error).__name__}: {error}"})
+            raise
+        expect_same(self._group, device, mine)
+        self._compared = True
+
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask, total: int | None) -> int:
         rows = q.shape[2]
+        if ops.have_dtensor(q, k, v):
+            raise TypeError(
+                "q, k, v: got a DTensor, expected this rank's rows as plain tensors; use to_local()"
+            )
         if mask is not None and not isinstance(mask, (Causal, Spans, DenseMask, FunctionMask)):
             ops.refuse_mask(mask)
         for name, x in (("k", k), ("v", v)):

@@ -269,6 +269,43 @@ def check_reuse(mesh: DeviceMesh) -> None:
     assert (cp.gather(lse, dim=2)[:, :, 93:] == -torch.inf).all(), "padding has the lse of a sink"
 
 
+def check_disagreement(mesh: DeviceMesh) -> None:
+    """Arguments that differ on rank 1, or that only it refuses, raise on all ranks at the first call."""
+    q, k, v = (torch.randn(1, heads, 24, 16) for heads in (4, 2, 2))
+    total, odd = 24 * mesh.size(), dist.get_rank() == 1
+    one, other = (attnforge.masks.documents([n, total - n], "cpu") for n in (10, 30))
+    for given, more, message in (
+        (
+            [x.bfloat16() for x in (q, k, v)],
+            {},
+            "q: ranks make different calls: rank 0 of the mesh has (1, 4, 24, 16)",
+        ),
+        (
+            [q, k, v],
+            {"mask": other},
+            "mask: ranks make different calls: rank 0 of the mesh has Spans of 96 keys",
+        ),
+        (
+            [q, k, v],
+            {"scale": 0.5},
+            "scale: ranks make different calls: rank 0 of the mesh has None, rank 1 has 0.5",
+        ),
+        ([q, k, v], {"scale": -0.5}, "scale: got -0.5, expected a number above 0"),
+        (
+            [q, k, v],
+            {"sinks": torch.zeros(3)},
+            "sinks: got (3,) torch.float32 on cpu, expected (heads_q) = (4,)",
+        ),
+        ([x[:, :, :20] for x in (q, k, v)], {}, "q: got 20 rows on rank 1, expected 24"),
+    ):
+        cp = attnforge.context_parallel(mesh)
+        arguments: dict[str, Any] = {"mask": one} | (more if odd else {})
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            cp(*(given if odd else (q, k, v)), **arguments)
+        assert odd or "ranks" in message or "rank 1 of the mesh refused its arguments" in str(error.value)
+        assert cp(q, k, v, one).shape == q.shape, "the next call is not compared as a first one"
+
+
 @dataclass(frozen=True)
 class Functions:
     """A call with a function of scores or of a mask, or with planes of spans; names of score_oracle, mask_functions."""
@@ -381,6 +418,7 @@ def main() -> None:
     everyone = init_device_mesh(name, (world,), mesh_dim_names=("cp",))
     if cpu:
         check_reuse(everyone)
+        check_disagreement(everyone)
     check_lse(everyone, device)
     for functions in FUNCTIONS if cpu else FUNCTIONS_ON_GPUS:
         if functions.heads is None or world % functions.heads == 0:

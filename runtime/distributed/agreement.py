@@ -1,0 +1,89 @@
+"""Whether all ranks make the same call of context parallelism. Otherwise they would hang, or compute wrong results.
+
+Compared is one number, a hash of the arguments, by an all-reduce. Only if it differs are the arguments themselves
+gathered, for a message that every rank raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnforge.runtime.masks import DenseMask, FunctionMask, Spans
+from attnforge.runtime.scores import Score
+
+ERROR = "error"  # the name under which a rank tells the others that its arguments are refused
+
+
+def describe(**arguments: object) -> dict[str, str]:
+    """Arguments in words, with a number for what a mask or a score is. Copies spans to the host, which synchronizes."""
+    return {name: _describe(x) for name, x in arguments.items()}
+
+
+def _describe(x: object) -> str:
+    if isinstance(x, Tensor):
+        return f"{tuple(x.shape)} {x.dtype}"
+    if isinstance(x, Spans):
+        return (
+            f"Spans of {x.seq_k} keys, planes {x.planes}, contents {_hash(x.data.cpu().numpy().tobytes()):x}"
+        )
+    if isinstance(x, DenseMask):
+        return f"DenseMask {tuple(x.shape)}, contents {int(x.data.sum(dtype=torch.int64)):x}"
+    if isinstance(x, FunctionMask):
+        return f"mask_mod {tuple(x.shape)}, text {_hash(x.text.encode()):x}"
+    if isinstance(x, Score):
+        return (
+            f"a function, text {_hash(x.text.encode()):x}, of tensors {[tuple(t.shape) for t in x.tensors]}"
+        )
+    return str(x)
+
+
+def can_compare() -> bool:
+    """Not in a trace or the capture of a CUDA graph, which read no values."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def expect_same(group: Any, device: torch.device, mine: Mapping[str, str]) -> None:
+    """Raises ValueError on all ranks of `group` if they pass different `mine`: arguments in words, by name.
+
+    A rank whose arguments are refused passes {ERROR: message} and raises its own error.
+    """
+    digest = _hash(repr(sorted(mine.items())).encode())
+    both = torch.tensor([digest, -digest], device=device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    most, least = both.tolist()
+    if most == -least:
+        return
+    ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(ranks, dict(mine), group=group)
+    if ERROR in mine:
+        return
+    raise ValueError(_difference(ranks))
+
+
+def _difference(ranks: list[dict[str, str]]) -> str:
+    """The message about the first argument that is not the same on all ranks."""
+    for rank, given in enumerate(ranks):
+        if ERROR in given:
+            return f"context_parallel: rank {rank} of the mesh refused its arguments: {given[ERROR]}"
+    name = next(name for name in ranks[0] if len({given[name] for given in ranks}) > 1)
+    first = ranks[0][name]
+    other = next(rank for rank, given in enumerate(ranks) if given[name] != first)
+    return (
+        f"{name}: ranks make different calls: rank 0 of the mesh has {first}, rank {other} has {ranks[other][name]}; "
+        "expected the same on all ranks"
+    )
+
+
+def _hash(data: bytes) -> int:
+    """56 bits, so that its negative is an int64, too."""
+    return int.from_bytes(blake2b(data, digest_size=7).digest(), "big")
