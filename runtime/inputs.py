@@ -7,6 +7,7 @@ raise. The fake kernels always call them.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
 from numbers import Real
@@ -43,6 +44,18 @@ def expect_tensors(**values: object) -> None:
             raise TypeError(
                 f"{name}: got layout {value.layout}, expected torch.strided; use {name}.to_dense()"
             )
+
+
+def have_dtensor(*tensors: object) -> bool:
+    """Whether any is a DTensor. Does not import torch.distributed.tensor, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
+
+
+def expect_local(names: str, *tensors: object) -> None:
+    """Raises TypeError naming the arguments if any of them is a DTensor."""
+    if have_dtensor(*tensors):
+        raise TypeError(f"{names}: got a DTensor, expected a plain tensor; use to_local() or full_tensor()")
 
 
 def expect_layout(layout: str, **values: Tensor) -> None:
@@ -289,7 +302,7 @@ def check_score(
     queries, keys = rows or (q.shape[2], k.shape[2])
     sizes = {"b": q.shape[0], "h": q.shape[1], "q_idx": queries, "kv_idx": keys}
     for text, own in ((ScoreMod(score), tensors[:first]), (MaskMod(mask_mod), tensors[first:])):
-        for tensor, axis, name in _direct(text) if text else ():
+        for tensor, axis, name in axes_read(text) if text else ():
             found = own[tensor].shape[axis]
             if found < sizes[name]:
                 raise ValueError(
@@ -299,7 +312,7 @@ def check_score(
 
 
 @lru_cache(maxsize=256)
-def _direct(text: Formula) -> tuple[tuple[int, int, str], ...]:
+def axes_read(text: Formula) -> tuple[tuple[int, int, str], ...]:
     """(tensor, axis, index) wherever an axis is read at an index itself."""
     program, _ = text.parsed
     found = set()

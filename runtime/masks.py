@@ -14,7 +14,7 @@ from torch import Tensor
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.spec import MAX_INTERVALS, Mask
 from attnforge.runtime import mask_svg
-from attnforge.runtime.inputs import MAX_INDEX, expect_tensors
+from attnforge.runtime.inputs import MAX_INDEX, expect_local, expect_tensors
 from attnforge.runtime.native.operators import operators
 from attnforge.runtime.score_trace import evaluate
 
@@ -291,6 +291,7 @@ class DenseMask(_Listed, _Whole):
         if not isinstance(mask, Tensor):
             raise TypeError(f"mask: got {type(mask).__name__}, expected a bool tensor")
         expect_tensors(mask=mask)
+        expect_local("mask", mask)
         if mask.dtype != torch.bool:
             raise ValueError(
                 f"mask: got dtype {mask.dtype}, expected torch.bool, True where a key is visible; "
@@ -461,6 +462,7 @@ def round_visible_keys(visible_keys: float | None) -> int:
 def _check_bounds(name: str, value: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int32 tensor of length seq_k")
+    expect_local(name, value)
     if value.dtype != torch.int32:
         raise ValueError(f"{name}: got dtype {value.dtype}, expected torch.int32; use {name}.to(torch.int32)")
     if value.dim() not in (1, 2, 4):

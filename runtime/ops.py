@@ -5,7 +5,6 @@ The operators are C++ (runtime/native/launcher.cpp); a warm call spends microsec
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Literal, NoReturn, overload
 
@@ -14,7 +13,14 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attnforge.codegen.score import MAX_TENSORS
-from attnforge.runtime.inputs import MASKS, check_score, expect_flags, expect_number, expect_tensors
+from attnforge.runtime.inputs import (
+    MASKS,
+    check_score,
+    expect_flags,
+    expect_number,
+    expect_tensors,
+    have_dtensor,
+)
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans, load_operators
 from attnforge.runtime.score_trace import ScoreFunction, wants_gradients
 from attnforge.runtime.scores import Score, as_score
@@ -202,12 +208,6 @@ def _on_dtensors(
     return attention_on_dtensors(
         attention, q, k, v, mask, scale=scale, return_lse=return_lse, deterministic=deterministic
     )
-
-
-def have_dtensor(*tensors: object) -> bool:
-    """Whether any is a DTensor. Does not import torch.distributed.tensor, which takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(x, module.DTensor) for x in tensors)
 
 
 def forward(

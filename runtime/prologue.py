@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from attnforge.codegen.families.limits import HEAD_DIM_LIMIT
 from attnforge.codegen.prologue import NOBODY
-from attnforge.runtime.inputs import expect_integers, expect_number, expect_tensors
+from attnforge.runtime.inputs import expect_integers, expect_local, expect_number, expect_tensors
 from attnforge.runtime.prologue_kernels import _forward_op
 
 _ON_CPU = (torch.float32, torch.bfloat16)
@@ -35,6 +35,7 @@ class ExpertRows:
 
     def __init__(self, first: Tensor, second: Tensor, tokens: int) -> None:
         expect_tensors(first=first, second=second)
+        expect_local("first, second", first, second)
         _expect_integer("tokens", tokens)
         for name, index in (("first", first), ("second", second)):
             if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
@@ -96,6 +97,7 @@ def rope_tables(
     angles float32 rounds by 1e-3.
     """
     expect_tensors(positions=positions)
+    expect_local("positions", positions)
     _expect_integer("head_dim", head_dim)
     expect_number("base", base, optional=False)
     if head_dim < 2 or head_dim % 2:
@@ -164,6 +166,9 @@ def qk_norm_rope(
         raise ValueError(f"eps: got {eps}, expected a number of at least 0")
     sources, parts, counts = _sources(q, k, v, heads)
     weights = _weights(q_weight, k_weight, experts)
+    expect_local("q, k, v", *sources)
+    expect_local("q_weight, k_weight", *weights)
+    expect_local("cos, sin", cos, sin)
     rows = None
     if experts is not None:
         rows = experts.rows if len(sources) > parts else experts.in_order()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnforge.runtime.inputs import expect_tensors
+from attnforge.runtime.inputs import expect_local, expect_tensors
 from attnforge.runtime.score_trace import FLOATS, ScoreFunction, as_read, dtype_as_read, traced
 
 LEAST_CAP, LARGEST_CAP = 1e-30, 1e30  # of which float32 holds the reciprocal, too
@@ -140,6 +140,7 @@ def as_score(score: Score | ScoreFunction) -> Score:
 def _captured(name: str, x: object) -> Tensor:
     """The tensor, checked."""
     expect_tensors(**{name: x})
+    expect_local(name, x)
     assert isinstance(x, Tensor)
     if x.dtype not in (*FLOATS, torch.float16):
         raise ValueError(f"{name}: got dtype {x.dtype}, accepted are float32, bfloat16 and float16")

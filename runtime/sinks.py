@@ -14,7 +14,7 @@ from attnforge.codegen.modules import sink_kernels
 from attnforge.codegen.spec import DType
 from attnforge.runtime import kernels
 from attnforge.runtime.build.cache import obtain
-from attnforge.runtime.inputs import expect_tensors
+from attnforge.runtime.inputs import expect_local, expect_tensors
 from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.native.layout import like
 
@@ -39,6 +39,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 def expect_sinks(sinks: Tensor, heads: int, device: torch.device) -> None:
     """Raises TypeError or ValueError unless these are sinks of that many query heads."""
     expect_tensors(sinks=sinks)
+    expect_local("sinks", sinks)
     if sinks.shape != (heads,) or not sinks.dtype.is_floating_point or sinks.device != device:
         raise ValueError(
             f"sinks: got {tuple(sinks.shape)} {sinks.dtype} on {sinks.device}, expected (heads_q) = "

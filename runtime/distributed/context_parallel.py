@@ -67,7 +67,15 @@ from attnforge.runtime.distributed.shards import (
     make_layout,
     plain_spans,
 )
-from attnforge.runtime.inputs import check_score, expect_flags, expect_layout, expect_scale
+from attnforge.runtime.inputs import (
+    check_score,
+    expect_flags,
+    expect_integer,
+    expect_layout,
+    expect_local,
+    expect_scale,
+    expect_tensors,
+)
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.score_trace import ScoreFunction
 from attnforge.runtime.scores import Score, as_score
@@ -137,6 +145,7 @@ class ContextParallel:
 
     def shard(self, x: Tensor, dim: int = 0) -> Tensor:
         """This rank's rows of the whole `x`: ceil(S / W) along `dim`. The last ranks are padded with zeros."""
+        expect_tensors(x=x)
         total = x.shape[dim]
         rows = -(-total // self.world)
         begin = min(self.rank * rows, total)
@@ -152,6 +161,7 @@ class ContextParallel:
 
         total: number of rows of the whole tensor, without which the padding stays.
         """
+        expect_local("x", x)
         with torch.no_grad():
             first = x.movedim(dim, 0).contiguous()
             whole = first.new_empty(self.world * first.shape[0], *first.shape[1:])
@@ -279,7 +289,17 @@ class ContextParallel:
         offset_indices: tuple[Leaf, ...] = ("q_idx",) if partition.ulysses_degree < self.world else ()
         offset_indices += ("h",) if heads < heads_q or len(pieces) > 1 else ()
         local_slices = tuple(
-            LocalSlice(head + x.q0, x.q1 - x.q0, heads_q, row, count, total, offset_indices, q.device)
+            LocalSlice(
+                head + x.q0,
+                x.q1 - x.q0,
+                heads_q,
+                row,
+                count,
+                total,
+                self.world * rows,
+                offset_indices,
+                q.device,
+            )
             for x in pieces
         )
         masks = self._local_masks(mask, layout, rows, total, q.device, assignment, local_slices)
@@ -320,10 +340,7 @@ class ContextParallel:
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask, total: int | None) -> int:
         rows = q.shape[2]
-        if ops.have_dtensor(q, k, v):
-            raise TypeError(
-                "q, k, v: got a DTensor, expected this rank's rows as plain tensors; use to_local()"
-            )
+        expect_local("q, k, v", q, k, v)
         if mask is not None and not isinstance(mask, (Causal, Spans, DenseMask, FunctionMask)):
             ops.refuse_mask(mask)
         for name, x in (("k", k), ("v", v)):
@@ -339,7 +356,11 @@ class ContextParallel:
                 f"k: got shapes {tuple(k.shape)} and {tuple(v.shape)} for k and v, expected equal ones with the "
                 f"{rows} rows of q"
             )
+        if total is not None:
+            expect_integer("total", total)
         if isinstance(mask, (Spans, DenseMask, FunctionMask)):
+            if mask.device != q.device:
+                raise ValueError(f"mask: is on {mask.device}, but q is on {q.device}; move the mask there")
             length = mask.seq_k
             if isinstance(mask, Spans) and mask.planes[1] not in (1, k.shape[1], q.shape[1]):
                 raise ValueError(
@@ -387,7 +408,7 @@ class ContextParallel:
     ) -> RowAssignment | None:
         """The row assignment for U = 1, cached per mask. None if U = 1 is excluded or the mask cannot be read."""
         unknown = isinstance(mask, (DenseMask, FunctionMask))
-        if unknown or self.world == 1 or torch.compiler.is_compiling() or (self._heads or 1) > 1:
+        if unknown or self.world == 1 or rows == 0 or torch.compiler.is_compiling() or (self._heads or 1) > 1:
             return None
         key: Any = (rows, total, in_order)
         if isinstance(mask, Spans):

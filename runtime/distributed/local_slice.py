@@ -17,6 +17,7 @@ from torch import Tensor
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.part import Leaf, Part, part_of
 from attnforge.codegen.score import MAX_TENSORS, Formula, ScoreMod
+from attnforge.runtime.inputs import axes_read
 from attnforge.runtime.masks import DenseMask, FunctionMask, Spans
 from attnforge.runtime.scores import Score
 
@@ -26,7 +27,7 @@ _FORMULAS: dict[str, type[Formula]] = {cls.argument: cls for cls in (ScoreMod, M
 class LocalSlice(NamedTuple):
     """Query heads [head, head + heads) and rows [row, row + rows) of a call with `total` rows and keys.
 
-    heads_q: query heads of the whole call.
+    heads_q: query heads of the whole call. keys: keys of the whole call with padding.
     offset_indices: the indices that need an offset on at least one rank. It is the same on all ranks, so that they
         share one kernel.
     """
@@ -37,6 +38,7 @@ class LocalSlice(NamedTuple):
     row: int
     rows: int
     total: int
+    keys: int
     offset_indices: tuple[Leaf, ...]
     device: torch.device
 
@@ -62,6 +64,11 @@ def _read(argument: str, text: str) -> tuple[str, ...]:
     return _leaves(argument, text)
 
 
+def _axes(argument: str, text: str) -> tuple[tuple[int, int, str], ...]:
+    """(tensor, axis, index) wherever a function reads an axis of a captured tensor at an index itself."""
+    return axes_read(_FORMULAS[argument](text))
+
+
 def score_at(
     score: Score, tensors: Sequence[Tensor], local_slice: LocalSlice, wanted: Sequence[int] = ()
 ) -> Score:
@@ -83,12 +90,17 @@ def add_gradients(
     """
     part = _part("score", score.text, local_slice.offset_indices, False)
     for (number, whole), gradient in zip(sums.items(), gradients, strict=True):
-        _narrow(whole, number, part, local_slice).add_(gradient)
+        into = _narrow(whole, number, part, local_slice)
+        into.add_(gradient[tuple(slice(size) for size in into.shape)])  # less what `_lengthened` added
 
 
 def mask_at(mask: FunctionMask, local_slice: LocalSlice, keys: int) -> FunctionMask:
     """The mask function of a local slice, with keys padded to `keys`. Padding is hidden and sees nothing."""
-    padded, batch = bool(local_slice.total < keys), mask.shape[0]  # bool(): total may be symbolic
+    padded, batch = False, mask.shape[0]
+    if (
+        local_slice.total < keys
+    ):  # a branch: in a trace both may be symbolic, of which bool() makes no constant
+        padded = True
     heads = None if mask.shape[1] is None else local_slice.heads
     part = _part("mask_mod", mask.text, local_slice.offset_indices, padded)
     if mask.shape == (batch, heads, local_slice.rows, keys) and not part.has_offsets and not part.narrowed:
@@ -147,6 +159,7 @@ def _wanting(text: str, wanted: tuple[int, ...]) -> str:
 # Dynamo runs these functions of strings while tracing, as it does masks.load_operators. It looks through lru_cache, so
 # each cached function needs an uncached wrapper to mark.
 _read._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_axes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _part._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _wanting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -157,6 +170,9 @@ def _at(
     """Text and captured tensors of a function for a local slice."""
     part = _part(argument, text, local_slice.offset_indices, padded)
     found = tuple(_narrow(x, number, part, local_slice) for number, x in enumerate(tensors))
+    if torch.compiler.is_compiling():  # then the fake kernels compare sizes; eager calls pass check=False
+        axes = _axes(argument, part.text)
+        found = tuple(_lengthened(x, number, axes, local_slice) for number, x in enumerate(found))
     if part.has_offsets:
         numbers = (local_slice.row, local_slice.head, local_slice.total)
         fake = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
@@ -190,4 +206,17 @@ def _narrow(x: Tensor, number: int, part: Part, local_slice: LocalSlice) -> Tens
             )
             first = min(first, x.shape[axis] - 1)
             x = x.narrow(axis, first, min(count, x.shape[axis] - first))
+    return x
+
+
+def _lengthened(
+    x: Tensor, number: int, axes: tuple[tuple[int, int, str], ...], local_slice: LocalSlice
+) -> Tensor:
+    """x with its last element repeated for the rows and keys of the padding, which no kernel uses."""
+    for tensor, axis, index in axes:
+        if tensor == number and index in ("q_idx", "kv_idx"):
+            missing = (local_slice.rows if index == "q_idx" else local_slice.keys) - x.shape[axis]
+            if missing > 0:
+                sizes = [missing if i == axis else -1 for i in range(x.dim())]
+                x = torch.cat((x, x.narrow(axis, x.shape[axis] - 1, 1).expand(sizes)), axis)
     return x

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnforge.runtime.build.settings import disabled
-from attnforge.runtime.masks import Causal, DenseMask
+from attnforge.runtime.integrations.flash_attn import documents
+from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.ops import Mask, attention
 from attnforge.runtime.scores import softcap
 
@@ -62,8 +64,9 @@ def attention_forward(
     """transformers' attention function: q (B, Hq, Sq, D), k and v (B, Hkv, Sk, D) -> (B, Sq, Hq, D), no weights.
 
     attention_mask: bool (B or 1, 1 or Hq, Sq, Sk), True = visible; None: causal if the module is and there is
-    more than one query, else full. softcap is Gemma 2's, s_aux are gpt-oss's sinks. Raises ValueError for dropout,
-    additive masks, and unsupported arguments that change the scores.
+    more than one query, else full. cu_seq_lens_q and cu_seq_lens_k, which collators of packed samples pass for
+    flash-attn, keep samples apart whatever the mask is. softcap is Gemma 2's, s_aux are gpt-oss's sinks. Raises
+    ValueError for dropout, additive masks, and unsupported arguments that change the scores.
     """
     if dropout:
         raise ValueError(
@@ -75,9 +78,16 @@ def attention_forward(
                 f"{name}: not supported by attnforge; use attn_implementation='eager' for this model"
             )
     mask: Mask = None
+    causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    samples = _samples(query, key, causal and attention_mask is None, kwargs)
     if attention_mask is not None:
-        mask = DenseMask(_bool(attention_mask)[..., : key.shape[2]])
-    elif query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        visible = _bool(attention_mask)[..., : key.shape[2]]
+        if samples is not None:
+            visible = visible & samples.visible(query.shape[2], key.shape[2], query.device)
+        mask = DenseMask(visible)
+    elif samples is not None:
+        mask = samples
+    elif causal:
         # Queries start at the first key: keys after the last query are an unfilled part of the cache.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         mask = Causal()
@@ -85,6 +95,20 @@ def attention_forward(
     score = None if cap is None else softcap(cap)
     out = attention(query, key, value, mask, scale=scaling, score=score, sinks=sinks)
     return out.transpose(1, 2), None
+
+
+def _samples(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -> Spans | None:
+    """The mask of the packed samples that transformers' arguments for flash-attn describe; None without them."""
+    cu_q = kwargs.get("cu_seq_lens_q")
+    if cu_q is None:
+        return None
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"cu_seq_lens_q: given with a batch of {query.shape[0]}, expected packed samples in a batch of 1"
+        )
+    cu_k = kwargs.get("cu_seq_lens_k")
+    cu_q, cu_k = (x.to(query.device, torch.int32) for x in (cu_q, cu_q if cu_k is None else cu_k))
+    return documents(cu_q, cu_k, query.shape[2], key.shape[2], causal, (-1, -1))
 
 
 def _bool(mask: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from score_oracle import functions as score_functions
 from score_oracle import learned
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
@@ -265,6 +266,12 @@ def check_reuse(mesh: DeviceMesh) -> None:
         cp(q, k, v, documents, score=biased)
     with pytest.raises(ValueError, match="deterministic: gradients of a score's tensors"):
         cp(q, k, v, score=biased, deterministic=True)
+    assert cp(*(y[:, :, :0] for y in x), attnforge.masks.documents([], "cpu")).shape == (1, 4, 0, 16)
+    with pytest.raises(TypeError, match=r"total: got 96\.0, expected an integer"):
+        cp(q, k, v, total=96.0)  # type: ignore[call-overload]
+    shards = [DTensor.from_local(y, mesh, [Shard(2)]) for y in x]
+    with pytest.raises(TypeError, match="q, k, v: got a DTensor, expected a plain tensor"):
+        cp(*shards)
     _, lse = cp(q, k, v, total=93, sinks=torch.ones(4), return_lse=True)
     assert (cp.gather(lse, dim=2)[:, :, 93:] == -torch.inf).all(), "padding has the lse of a sink"
 
@@ -329,6 +336,7 @@ FUNCTIONS = (
     Functions(93, 4, 1, "slopes", pieces=2),
     Functions(93, 4, 2, "plane", heads=2),  # neighbours share them, and keys stay in order
     Functions(96, 4, 2, "table", mask="window", compiled=True),
+    Functions(93, 4, 2, "plane", mask="documents", compiled=True),  # tensors without the rows of the padding
     Functions(93, 4, 2, mask="documents", heads=2),
     Functions(96, 8, 4, mask="heads", pieces=2),
     Functions(96, 4, 2, mask="by head"),

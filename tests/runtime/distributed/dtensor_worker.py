@@ -128,6 +128,24 @@ def check_refusal(mesh: DeviceMesh) -> None:
     q, k, v = (distribute_tensor(x, mesh, PLACEMENTS[0]) for x in inputs()[:3])
     with pytest.raises(ValueError, match="mask: got a mask_mod, which is not supported with DTensors"):
         attnforge.attention(q, k, v, mask)
+    tokens = distribute_tensor(torch.arange(8), mesh, PLACEMENTS[0][:1] * 2)
+    for call, names in (
+        (lambda: attnforge.ExpertRows(tokens, tokens, 16), "first, second"),
+        (lambda: attnforge.rope_tables(tokens, 16), "positions"),
+        (lambda: attnforge.scores.alibi(tokens.float()), "slopes"),
+        (lambda: attnforge.DenseMask(tokens[:, None] > 0), "mask"),
+        (
+            lambda: attnforge.qk_norm_rope(
+                tokens.float()[:, None].expand(8, 64),
+                heads=(2, 1),
+                cos=torch.ones(8, 8),
+                sin=torch.ones(8, 8),
+            ),
+            "q, k, v",
+        ),
+    ):
+        with pytest.raises(TypeError, match=f"{names}: got a DTensor, expected a plain tensor; use to_local"):
+            call()
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ PLACES = [(1, 3, 30, 20, ("q_idx", "h")), (1, 3, 0, 70, ("h",)), (0, 4, 60, 20, 
 
 
 def slice_of(head: int, heads: int, row: int, rows: int, moved: tuple[str, ...]) -> LocalSlice:
-    return LocalSlice(head, heads, 4, row, rows, 70, moved, torch.device("cpu"))  # type: ignore[arg-type]
+    return LocalSlice(head, heads, 4, row, rows, 70, 70, moved, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("at", PLACES, ids=str)

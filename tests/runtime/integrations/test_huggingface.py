@@ -135,6 +135,26 @@ def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
         call(**arguments)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_packed_samples_of_flash_attn_are_kept_apart(dense: bool) -> None:
+    """VeOmni's collator passes a mask of ones, of which transformers makes none, and the samples as cu_seq_lens."""
+    q, k, v = (
+        torch.randn(1, heads, 20, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)
+    )
+    edges = torch.tensor([0, 7, 20], dtype=torch.int32)
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril() if dense else None
+    ours, _ = huggingface.attention_forward(
+        nn.Module(), q, k, v, mask, cu_seq_lens_q=edges, cu_seq_lens_k=edges
+    )
+    alone = [
+        huggingface.attention_forward(nn.Module(), *(x[:, :, a:b] for x in (q, k, v)), None)[0]
+        for a, b in ((0, 7), (7, 20))
+    ]
+    assert torch.allclose(ours, torch.cat(alone, 1), atol=1e-5)
+    with pytest.raises(ValueError, match="cu_seq_lens_q: given with a batch of 2"):
+        call(cu_seq_lens_q=edges)
+
+
 def test_caps_and_sinks_of_models(calls: list[Any]) -> None:
     """Gemma 2's softcap and gpt-oss's s_aux, as their eager attention computes them."""
     q, k, v = (
