@@ -52,6 +52,12 @@ def can_compare() -> bool:
     )
 
 
+def in_detail() -> bool:
+    """Whether TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch, too, compares the arguments of collectives."""
+    levels: Any = dist
+    return bool(levels.get_debug_level() == levels.DebugLevel.DETAIL)
+
+
 def expect_same(group: Any, device: torch.device, mine: Mapping[str, str]) -> None:
     """Raises ValueError on all ranks of `group` if they pass different `mine`: arguments in words, by name.
 

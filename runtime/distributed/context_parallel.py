@@ -41,6 +41,7 @@ from attnforge.runtime.distributed.agreement import (
     can_compare,
     describe,
     expect_same,
+    in_detail,
 )
 from attnforge.runtime.distributed.cost import Partition, Shapes, fastest
 from attnforge.runtime.distributed.exchange import Attention, Call, all_gather, split_heads
@@ -325,7 +326,7 @@ class ContextParallel:
 
         At the first call and if torch's debug level is DETAIL; else gives None.
         """
-        if not can_compare() or (self._compared and dist.get_debug_level() != dist.DebugLevel.DETAIL):
+        if not can_compare() or (self._compared and not in_detail()):
             yield None
             return
         device = torch.device(self._device)

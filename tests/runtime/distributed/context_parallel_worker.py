@@ -266,12 +266,13 @@ def check_reuse(mesh: DeviceMesh) -> None:
         cp(q, k, v, documents, score=biased)
     with pytest.raises(ValueError, match="deterministic: gradients of a score's tensors"):
         cp(q, k, v, score=biased, deterministic=True)
-    assert cp(*(y[:, :, :0] for y in x), attnforge.masks.documents([], "cpu")).shape == (1, 4, 0, 16)
+    a, b, c = (y[:, :, :0] for y in x)
+    assert cp(a, b, c, attnforge.masks.documents([], "cpu")).shape == (1, 4, 0, 16)
     with pytest.raises(TypeError, match=r"total: got 96\.0, expected an integer"):
         cp(q, k, v, total=96.0)  # type: ignore[call-overload]
-    shards = [DTensor.from_local(y, mesh, [Shard(2)]) for y in x]
+    a, b, c = (DTensor.from_local(y, mesh, [Shard(2)]) for y in x)
     with pytest.raises(TypeError, match="q, k, v: got a DTensor, expected a plain tensor"):
-        cp(*shards)
+        cp(a, b, c)
     _, lse = cp(q, k, v, total=93, sinks=torch.ones(4), return_lse=True)
     assert (cp.gather(lse, dim=2)[:, :, 93:] == -torch.inf).all(), "padding has the lse of a sink"
 
