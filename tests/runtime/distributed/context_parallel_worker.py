@@ -239,6 +239,12 @@ def check_reuse(mesh: DeviceMesh) -> None:
     plain = torch.autograd.grad(cp(q, k, v, mask).sum(), x)
     again = torch.autograd.grad(checkpoint(cp, q, k, v, mask, use_reentrant=False).sum(), x)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    rows_move = attnforge.context_parallel(mesh, heads=1)
+    late = make_mask(Case("one image", 96, 4, 2), torch.device("cpu"))
+    plain_late = torch.autograd.grad(rows_move(q, k, v, late).sum(), x)
+    options: Any = {"use_reentrant": False, "context_fn": attnforge.save_attention}
+    again = torch.autograd.grad(checkpoint(rows_move, q, k, v, late, **options).sum(), x)
+    assert all(torch.equal(a, b) for a, b in zip(plain_late, again, strict=True))
     compiled = torch.compile(cp, backend="eager", fullgraph=True)
     traced = torch.autograd.grad(compiled(q, k, v, mask).sum(), x)
     assert all(torch.equal(a, b) for a, b in zip(plain, traced, strict=True))
