@@ -97,9 +97,8 @@ def add_gradients(
 def mask_at(mask: FunctionMask, local_slice: LocalSlice, keys: int) -> FunctionMask:
     """The mask function of a local slice, with keys padded to `keys`. Padding is hidden and sees nothing."""
     padded, batch = False, mask.shape[0]
-    if (
-        local_slice.total < keys
-    ):  # a branch: in a trace both may be symbolic, of which bool() makes no constant
+    # A branch, since in a trace both may be symbolic, and bool() makes no constant of that.
+    if local_slice.total < keys:
         padded = True
     heads = None if mask.shape[1] is None else local_slice.heads
     part = _part("mask_mod", mask.text, local_slice.offset_indices, padded)
