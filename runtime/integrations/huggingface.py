@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from attnforge.runtime.build.settings import disabled
 from attnforge.runtime.integrations.flash_attn import documents
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.ops import Mask, attention
-from attnforge.runtime.scores import softcap
+from attnforge.runtime.scores import Score, bias, softcap
 
 NAME = "attnforge"
 
 # Arguments of models that change the result and that we do not support. The other ones are for other kernels.
-_UNSUPPORTED = ("position_bias", "sinks", "head_mask")
+_UNSUPPORTED = ("sinks", "head_mask", "block_indices")
 
 
 def register_huggingface() -> None:
@@ -26,8 +27,10 @@ def register_huggingface() -> None:
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnforge", dtype=torch.bfloat16)
 
     Masks are those that transformers makes for SDPA: none if full or causal is enough, else one bool mask for the
-    whole model (padding, sliding windows, packed sequences). A second call changes nothing. With ATTNFORGE_DISABLE=1
-    the name stands for transformers' "sdpa". Raises ImportError without transformers, RuntimeError if it is too old.
+    whole model (padding, sliding windows, packed sequences). Models that do not take their attention from transformers'
+    interface raise a ValueError where transformers makes their masks. A second call changes nothing. With
+    ATTNFORGE_DISABLE=1 the name stands for transformers' "sdpa". Raises ImportError without transformers, RuntimeError
+    if it is too old.
     """
     try:
         from transformers import AttentionInterface
@@ -47,7 +50,44 @@ def register_huggingface() -> None:
     off = disabled("attnforge.register_huggingface()", "attn_implementation='attnforge' runs as 'sdpa'")
     AttentionInterface.register(NAME, AttentionInterface()["sdpa"] if off else attention_forward)
     # Without it, models would pass no mask at all.
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, sdpa_mask if off else model_mask)
+
+
+def model_mask(*arguments: Any, config: Any = None, **named: Any) -> Tensor | None:
+    """transformers' mask function: its mask for SDPA. Raises ValueError if the model's attention would not be ours.
+
+    Such a model runs its own attention, which adds masks to the scores: a bool mask would hide nothing.
+    """
+    own = None if config is None else _own_attention(type(config).__module__)
+    if own is not None:
+        raise ValueError(
+            f"attn_implementation: {own} computes attention itself, not through transformers' interface; use "
+            "attn_implementation='sdpa' or 'eager' for this model"
+        )
+    from transformers.masking_utils import sdpa_mask
+
+    if getattr(config, "num_kv_shared_layers", 0):
+        # In such layers Gemma 4 keeps the last queries only, and their rows of the mask. "Causal" would not tell which.
+        named["allow_is_causal_skip"] = False
+    mask: Tensor | None = sdpa_mask(*arguments, config=config, **named)
+    return mask
+
+
+def _own_attention(config_module: str) -> str | None:
+    """The name of a class, if the model with this module of its config has attention outside of the interface."""
+    model = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
+    if model is None or hasattr(model, "ALL_ATTENTION_FUNCTIONS") or hasattr(model, "AttentionInterface"):
+        return None
+    for name, value in vars(model).items():
+        # A model that is made of others defines no attention: theirs may be in the interface.
+        own = isinstance(value, type) and value.__module__ == model.__name__ and "forward" in vars(value)
+        if own and "Attention" in name:
+            return name
+    return None
+
+
+# As in masks.load_operators: Dynamo does not trace sys.modules.
+_own_attention._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attention_forward(
@@ -59,41 +99,46 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: q (B, Hq, Sq, D), k and v (B, Hkv, Sk, D) -> (B, Sq, Hq, D), no weights.
 
-    attention_mask: bool (B or 1, 1 or Hq, Sq, Sk), True = visible; None: causal if the module is and there is
-    more than one query, else full. cu_seq_lens_q and cu_seq_lens_k, which collators of packed samples pass for
-    flash-attn, keep samples apart whatever the mask is. softcap is Gemma 2's, s_aux are gpt-oss's sinks. Raises
-    ValueError for dropout, additive masks, and unsupported arguments that change the scores.
+    attention_mask: bool, True = visible, or floating-point, added to the scores, of any shape that broadcasts to
+    (B, Hq, Sq, Sk); None: causal if the module is and there is more than one query, else full. cu_seq_lens_q and
+    cu_seq_lens_k, which collators of packed samples pass for flash-attn, keep samples apart whatever the mask is.
+    position_bias is T5's, softcap Gemma 2's, s_aux are gpt-oss's sinks, indices (B, Sq, n) the keys that DeepSeek V3.2's
+    indexer selects. Raises ValueError for dropout, weights as a result, and unsupported arguments that change the scores.
     """
-    if dropout:
-        raise ValueError(
-            f"dropout: got {dropout}, only 0 is supported; set attention_dropout=0 in the model's config"
-        )
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{name}: not supported by attnforge; use attn_implementation='eager' for this model"
-            )
+    _refuse(dropout, kwargs)
+    if query.shape[0] == 1:  # learned queries, for any batch
+        query = query.expand(key.shape[0], -1, -1, -1)
     mask: Mask = None
     causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     samples = _samples(query, key, causal and attention_mask is None, kwargs)
     if attention_mask is not None:
-        visible = _bool(attention_mask)[..., : key.shape[2]]
-        if samples is not None:
-            visible = visible & samples.visible(query.shape[2], key.shape[2], query.device)
-        mask = DenseMask(visible)
+        attention_mask = attention_mask[..., : key.shape[2]]
     elif samples is not None:
         mask = samples
     elif causal:
         # Queries start at the first key: keys after the last query are an unfilled part of the cache.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
         mask = Causal()
-    cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    score = None if cap is None else softcap(cap)
-    out = attention(query, key, value, mask, scale=scaling, score=score, sinks=sinks)
+    if kwargs.get("indices") is not None:
+        attention_mask = _selected(attention_mask, kwargs["indices"], key.shape[2])
+    added = position_bias
+    if attention_mask is not None:
+        visible = attention_mask
+        if attention_mask.dtype.is_floating_point:
+            # Models hide keys by -inf or by the dtype's least value.
+            visible = attention_mask > torch.finfo(attention_mask.dtype).min / 2
+            added = attention_mask if added is None else added + attention_mask
+        if samples is not None:
+            visible = visible.bool() & samples.visible(query.shape[2], key.shape[2], query.device)
+        mask = _dense(visible.bool(), query.shape[2])
+    score = _score(kwargs.get("softcap"), added)
+    out = attention(query, key, value, mask, scale=scaling, score=score, sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2), None
 
 
@@ -111,9 +156,44 @@ def _samples(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -
     return documents(cu_q, cu_k, query.shape[2], key.shape[2], causal, (-1, -1))
 
 
-def _bool(mask: Tensor) -> Tensor:
-    if mask.dtype.is_floating_point:
+def _refuse(dropout: float, arguments: dict[str, Any]) -> None:
+    """Raises ValueError for what the kernels do not compute."""
+    if dropout:
         raise ValueError(
-            f"attention_mask: got {mask.dtype}, an additive mask; pass a bool mask, True where a key is visible"
+            f"dropout: got {dropout}, only 0 is supported; set attention_dropout=0 in the model's config (some configs "
+            "call it attention_probs_dropout_prob, attn_pdrop or dropout_rate)"
         )
-    return mask.bool()
+    if arguments.get("output_attentions"):
+        raise ValueError(
+            "output_attentions: attnforge computes no attention weights; use attn_implementation='eager' for them"
+        )
+    for name in _UNSUPPORTED:
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f"{name}: not supported by attnforge; use attn_implementation='eager' for this model"
+            )
+
+
+def _dense(visible: Tensor, rows: int) -> DenseMask:
+    """transformers' mask, which may have one row for all queries."""
+    return DenseMask(visible.expand(*visible.shape[:-2], rows, -1) if visible.shape[-2] == 1 else visible)
+
+
+def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
+    """`mask` without the keys that an indexer did not select; as the models do it for SDPA."""
+    if mask is None:
+        raise ValueError("indices: expected an attention_mask with them")
+    chosen = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
+    return mask.masked_fill(~chosen, -torch.inf) if mask.dtype.is_floating_point else mask.bool() & chosen
+
+
+def _score(cap: float | None, added: Tensor | None) -> Score | None:
+    if cap is None:
+        return None if added is None else bias(added)
+    if added is not None:
+        raise ValueError(
+            "attention_mask: an additive mask or a bias is not supported with a softcap; pass a bool mask, True where "
+            "a key is visible"
+        )
+    return softcap(cap)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,8 +127,11 @@ def test_the_function_itself(calls: list[Any]) -> None:
     ("arguments", "message"),
     [
         ({"dropout": 0.1}, "dropout: got 0.1"),
-        ({"position_bias": torch.zeros(4)}, "position_bias: not supported"),
-        ({"attention_mask": torch.zeros(1, 1, 20, 20)}, "an additive mask"),
+        ({"output_attentions": True}, "output_attentions: attnforge computes no attention weights"),
+        ({"head_mask": torch.ones(4)}, "head_mask: not supported"),
+        ({"block_indices": torch.zeros(2, 1, 20, 4)}, "block_indices: not supported"),
+        ({"attention_mask": torch.zeros(1, 1, 20, 20), "softcap": 2.0}, "an additive mask or a bias"),
+        ({"indices": torch.zeros(2, 20, 4, dtype=torch.int32)}, "indices: expected an attention_mask"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -168,3 +172,137 @@ def test_caps_and_sinks_of_models(calls: list[Any]) -> None:
     weights = torch.cat((score, sinks.double()[None, :, None, None].expand(2, 4, 20, 1)), -1).softmax(-1)
     expected = (weights[..., :-1] @ v).transpose(1, 2)
     torch.testing.assert_close(call(softcap=3.0, s_aux=sinks).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min])
+def test_an_additive_mask(hidden: float, calls: list[Any]) -> None:
+    """Added to the scores; keys hidden by it are never seen, even by a row that sees no other."""
+    visible = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
+    visible[1, :, :, :3] = False
+    added = torch.randn(2, 1, 20, 20, generator=torch.Generator().manual_seed(5))
+    alone = call(attention_mask=torch.zeros(1, 1, 1, 20).masked_fill(~visible[:, :, -1:], hidden))
+    assert torch.allclose(
+        alone, call(attention_mask=visible[:, :, -1:]), atol=1e-5
+    )  # one row for all queries
+    out = call(attention_mask=added.masked_fill(~visible, hidden))
+    assert torch.allclose(
+        out, call(attention_mask=visible, position_bias=added.expand(2, 4, 20, 20)), atol=1e-5
+    )
+    assert not torch.allclose(out, call(attention_mask=visible), atol=1e-2)
+    assert out[1, :3].eq(0).all()
+    assert {type(mask) for mask in calls} == {attnforge.DenseMask}
+
+
+def test_a_position_bias() -> None:
+    """T5's, with a gradient, in a causal call whose cache has room for more keys."""
+    bias = torch.randn(1, 4, 20, 26, generator=torch.Generator().manual_seed(6), requires_grad=True)
+    q, k, v = (torch.randn(2, 4, n, 16, generator=torch.Generator().manual_seed(n)) for n in (20, 26, 27))
+    out = huggingface.attention_forward(nn.Module(), q, k, v[:, :, :26], None, 1.0, position_bias=bias)[0]
+    hidden = ~torch.ones(20, 26, dtype=torch.bool).tril()
+    scores = (q @ k.mT + bias).double().masked_fill(hidden, -torch.inf)
+    expected = (scores.softmax(-1) @ v[:, :, :26].double()).transpose(1, 2)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    (mine,), (answer,) = (torch.autograd.grad(x.square().sum(), bias) for x in (out, expected))
+    torch.testing.assert_close(mine, answer, atol=1e-4, rtol=1e-4)
+
+
+def test_keys_of_an_indexer() -> None:
+    """DeepSeek V3.2's: of the visible keys, those that `indices` names."""
+    visible = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
+    indices = torch.rand(2, 20, 20, generator=torch.Generator().manual_seed(7)).argsort(-1)[..., :6].int()
+    chosen = torch.zeros(2, 20, 20, dtype=torch.bool).scatter(-1, indices.long(), True)[:, None]
+    expected = call(attention_mask=visible & chosen)
+    assert torch.equal(call(attention_mask=visible, indices=indices), expected)
+    added = torch.zeros(2, 1, 20, 20).masked_fill(~visible, -torch.inf)
+    assert torch.allclose(call(attention_mask=added, indices=indices), expected, atol=1e-5)
+
+
+def test_one_query_for_a_batch() -> None:
+    """Learned queries of batch 1 beside keys of a batch, as SDPA broadcasts them."""
+    q, k, v = (
+        torch.randn(n, 4, 20, 16, generator=torch.Generator().manual_seed(i)) for i, n in enumerate((1, 3, 3))
+    )
+    outs = [
+        huggingface.attention_forward(nn.Module(), x, k, v, None, is_causal=False)[0]
+        for x in (q, q.repeat(3, 1, 1, 1))
+    ]
+    assert torch.equal(*outs)
+
+
+@pytest.fixture
+def masks_made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments that transformers' sdpa_mask gets; a module stands in for transformers'."""
+    made: list[dict[str, Any]] = []
+    library = ModuleType("transformers.masking_utils")
+    library.sdpa_mask = lambda **named: made.append(named)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    return made
+
+
+def config_of(name: str, **fields: Any) -> Any:
+    return type("Config", (SimpleNamespace,), {"__module__": f"models.configuration_{name}"})(**fields)
+
+
+def test_masks_of_models_whose_attention_is_their_own(
+    masks_made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would add a bool mask to their scores, as Bloom and MPT do."""
+
+    def define(name: str, **members: Any) -> Any:
+        model = ModuleType(f"models.modeling_{name}")
+        own = type("OwnAttention", (nn.Module,), {"__module__": model.__name__, "forward": print})
+        vars(model).update(
+            {"OwnAttention": own} if members.pop("own") else {"TheirAttention": nn.Module}, **members
+        )
+        monkeypatch.setitem(sys.modules, model.__name__, model)
+        return config_of(name)
+
+    with pytest.raises(ValueError, match="attn_implementation: OwnAttention computes attention itself"):
+        huggingface.model_mask(config=define("bloom", own=True))
+    interface = define("llama", own=True, ALL_ATTENTION_FUNCTIONS={})
+    for config in (interface, define("paligemma", own=False), config_of("unknown"), None):
+        huggingface.model_mask(config=config)
+    assert len(masks_made) == 4
+
+
+def test_gemma_4_always_has_a_mask(masks_made: list[dict[str, Any]]) -> None:
+    """Its layers that share keys drop queries, of which a causal mask would take the first for the first keys'."""
+    for shared in (0, 2):
+        huggingface.model_mask(
+            config=config_of("gemma4", num_kv_shared_layers=shared), allow_is_causal_skip=True
+        )
+    assert [named["allow_is_causal_skip"] for named in masks_made] == [True, False]
+
+
+def test_bloom_is_refused() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    attnforge.register_huggingface()
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=64, n_layer=1, n_head=4)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="attnforge")
+    with pytest.raises(ValueError, match="attn_implementation: BloomAttention computes attention itself"):
+        model(torch.ones(1, 8, dtype=torch.long))
+
+
+def test_t5_is_the_same() -> None:
+    """Relative biases of encoder and decoder, padding, and cross attention."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    attnforge.register_huggingface()
+    tokens = torch.randint(1, 64, (2, 20), generator=torch.Generator().manual_seed(1))
+    padding = (torch.arange(20) < torch.tensor([[20], [13]])).long()
+    results = []
+    for implementation in ("eager", "attnforge"):
+        torch.manual_seed(0)
+        config = transformers.T5Config(
+            vocab_size=64, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, dropout_rate=0.0,
+            decoder_start_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        model = transformers.T5ForConditionalGeneration._from_config(
+            config, attn_implementation=implementation
+        )
+        output = model(input_ids=tokens, attention_mask=padding, labels=tokens[:, :9].contiguous())
+        output.loss.backward()
+        table = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight.grad
+        results.append((output.logits.detach(), table))
+    for mine, answer in zip(results[1], results[0], strict=True):
+        assert error(mine, answer) < 1e-4
