@@ -19,6 +19,13 @@ NAME = "attnforge"
 # Arguments of models that change the result and that we do not support. The other ones are for other kernels.
 _UNSUPPORTED = ("sinks", "head_mask", "block_indices")
 
+# Classes that add masks to scores themselves, in modules of transformers 5 that also use its interface.
+_OUTSIDE = (
+    "BigBirdPegasusSelfAttention",
+    "InformerProbSparseAttention",
+    "PegasusXGlobalLocalAttention",
+)
+
 
 def register_huggingface() -> None:
     """Make "attnforge" an attention implementation of Hugging Face transformers (4.53 or newer).
@@ -58,11 +65,12 @@ def model_mask(*arguments: Any, config: Any = None, **named: Any) -> Tensor | No
 
     Such a model runs its own attention, which adds masks to the scores: a bool mask would hide nothing.
     """
-    own = None if config is None else _own_attention(type(config).__module__)
+    own = None if config is None else _own_attention(type(config).__module__, type(config).__name__)
     if own is not None:
         raise ValueError(
             f"attn_implementation: {own} computes attention itself, not through transformers' interface; use "
-            "attn_implementation='sdpa' or 'eager' for this model"
+            "attn_implementation='sdpa' or 'eager' for this model, or for this part of it, as in "
+            "{'text_config': 'attnforge', 'audio_config': 'eager'}"
         )
     from transformers.masking_utils import sdpa_mask
 
@@ -73,16 +81,27 @@ def model_mask(*arguments: Any, config: Any = None, **named: Any) -> Tensor | No
     return mask
 
 
-def _own_attention(config_module: str) -> str | None:
-    """The name of a class, if the model with this module of its config has attention outside of the interface."""
-    model = sys.modules.get(config_module.replace(".configuration_", ".modeling_"))
-    if model is None or hasattr(model, "ALL_ATTENTION_FUNCTIONS") or hasattr(model, "AttentionInterface"):
-        return None
-    for name, value in vars(model).items():
-        # A model that is made of others defines no attention: theirs may be in the interface.
-        own = isinstance(value, type) and value.__module__ == model.__name__ and "forward" in vars(value)
-        if own and "Attention" in name:
-            return name
+def _own_attention(config_module: str, config: str) -> str | None:
+    """The name of a class, if the model with this config and its module has attention outside of the interface."""
+    if config == "Gemma4AudioConfig":  # the other parts of Gemma 4 use the interface
+        return "Gemma4AudioAttention"
+    package, _, name = config_module.rpartition(".configuration_")
+    prefix = f"{package}.modeling_"
+    # Some configs have models in several modules: BlipTextConfig's is in modeling_blip_text.
+    models = [
+        m for key in (prefix + name, prefix + name + "_text") if (m := sys.modules.get(key)) is not None
+    ]
+    for model in models:
+        names = vars(model)
+        if "ALL_ATTENTION_FUNCTIONS" in names or "AttentionInterface" in names:
+            if own := next((x for x in _OUTSIDE if x in names), None):
+                return own
+            continue
+        for name, value in names.items():
+            # A model that is made of others defines no attention: theirs may be in the interface.
+            mine = isinstance(value, type) and value.__module__ == model.__name__ and "forward" in vars(value)
+            if mine and "Attention" in name:
+                return name
     return None
 
 

@@ -258,8 +258,20 @@ def test_masks_of_models_whose_attention_is_their_own(
         monkeypatch.setitem(sys.modules, model.__name__, model)
         return config_of(name)
 
-    with pytest.raises(ValueError, match="attn_implementation: OwnAttention computes attention itself"):
-        huggingface.model_mask(config=define("bloom", own=True))
+    audio = type("Gemma4AudioConfig", (), {})()
+    mixed = define("informer", own=False, InformerProbSparseAttention=nn.Module, ALL_ATTENTION_FUNCTIONS={})
+    define("blip_text", own=True)
+    refused = [
+        ("Own", define("bloom", own=True)),
+        ("Own", config_of("blip")),
+        ("Gemma4Audio", audio),
+        ("InformerProbSparse", mixed),
+    ]
+    for name, config in refused:
+        with pytest.raises(
+            ValueError, match=f"attn_implementation: {name}Attention computes attention itself"
+        ):
+            huggingface.model_mask(config=config)
     interface = define("llama", own=True, ALL_ATTENTION_FUNCTIONS={})
     for config in (interface, define("paligemma", own=False), config_of("unknown"), None):
         huggingface.model_mask(config=config)
