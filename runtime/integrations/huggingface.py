@@ -126,8 +126,9 @@ def attention_forward(
     attention_mask: bool, True = visible, or floating-point, added to the scores, of any shape that broadcasts to
     (B, Hq, Sq, Sk); None: causal if the module is and there is more than one query, else full. cu_seq_lens_q and
     cu_seq_lens_k, which collators of packed samples pass for flash-attn, keep samples apart whatever the mask is.
-    position_bias is T5's, softcap Gemma 2's, s_aux are gpt-oss's sinks, indices (B, Sq, n) the keys that DeepSeek V3.2's
-    indexer selects. Raises ValueError for dropout, weights as a result, and unsupported arguments that change the scores.
+    position_bias is T5's, softcap Gemma 2's, s_aux are gpt-oss's sinks, indices (B, Sq, n) the keys that DeepSeek
+    V3.2's indexer selects. Raises ValueError for dropout, weights as a result, and unsupported arguments that change
+    the scores.
     """
     _refuse(dropout, kwargs)
     if query.shape[0] == 1:  # learned queries, for any batch
