@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnforge.runtime.inputs import expect_local, expect_tensors
+from attnforge.runtime.inputs import MAX_ROWS, expect_integer, expect_local, expect_number, expect_tensors
 from attnforge.runtime.score_trace import FLOATS, ScoreFunction, as_read, dtype_as_read, traced
 
 LEAST_CAP, LARGEST_CAP = 1e-30, 1e30  # of which float32 holds the reciprocal, too
@@ -43,11 +43,12 @@ class Score:
 
 
 def softcap(cap: float, approximate: bool = False) -> Score:
-    """cap * tanh(score / cap), as Gemma 2 has it. Raises ValueError unless 1e-30 <= cap <= 1e30.
+    """cap * tanh(score / cap), as Gemma 2 has it. Raises TypeError or ValueError unless 1e-30 <= cap <= 1e30.
 
     approximate: in 16 bits on a GPU take the hardware's tanh (`tanh.approx.f32`), whose relative error is up to 2^-11:
         0.015 of a score of 30. Without it the error is below 3e-5 of a score of up to cap / 5, beyond 7e-6.
     """
+    expect_number("cap", cap, optional=False)
     value = float(cap)
     if not LEAST_CAP <= value <= LARGEST_CAP:
         raise ValueError(f"cap: got {cap}, expected a number from {LEAST_CAP:.0e} to {LARGEST_CAP:.0e}")
@@ -62,6 +63,9 @@ def alibi(slopes: Tensor, offset: int = 0) -> Score:
         query with the last key. Raises TypeError or ValueError naming the argument.
     """
     t0 = _captured("slopes", slopes)
+    expect_integer("offset", offset)
+    if not -MAX_ROWS <= offset <= MAX_ROWS:
+        raise ValueError(f"offset: got {offset}, expected {-MAX_ROWS} to {MAX_ROWS}")
     if t0.dim() not in (1, 2):
         raise ValueError(f"slopes: got shape {tuple(slopes.shape)}, expected (heads_q) or (batch, heads_q)")
     slope = "t0[h]" if t0.dim() == 1 else "t0[b, h]"

@@ -162,6 +162,8 @@ def test_wrong_arguments_are_named() -> None:
         attnforge.attention(x.q, x.k, x.v, score=Score("a(t0: float32[1]): score + t0[h]", (torch.ones(1),)))
     with pytest.raises(ValueError, match="cap: got 0"):
         scores.softcap(0)
+    with pytest.raises(ValueError, match="offset: got 1099511627776, expected -1073741823 to 1073741823"):
+        scores.alibi(torch.ones(2), 2**40)
     with pytest.raises(ValueError, match="table: got shape"):
         scores.relative_bias(torch.ones(2, 4))
     for tensors, message in (((), "got 0 tensors"), ((torch.ones(2, dtype=torch.int32),), "int32")):

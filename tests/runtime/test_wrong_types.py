@@ -142,6 +142,12 @@ PUBLIC = {
         },
         {"used": (None,), "device": (3,) * (torch.accelerator.device_count() > 3)},
     ),
+    "softcap": Public(attnforge.scores.softcap, {"cap": 30.0}, {"cap": (3, 1.5)}),
+    "alibi": Public(
+        attnforge.scores.alibi,
+        {"slopes": torch.ones(2), "offset": 0},
+        {"slopes": NO_SUCH_TENSORS[1:], "offset": (3,)},
+    ),
 }
 
 
