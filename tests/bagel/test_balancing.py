@@ -120,6 +120,15 @@ def test_packs_as_full_as_they_can_be() -> None:
     assert dealt.ratio < 1.01
 
 
+def test_samples_that_fill_their_packs_find_room() -> None:
+    """Dealt by time, an image goes to each pack, and the text of 5 tokens fits neither."""
+    lens = (4, 5, 3, 4)
+    dealt = balance(
+        [Pack(lens, lens, ("full", "causal", "causal", "full"))], 2, cost=LayerCost(0, 1), capacity=8
+    )
+    assert [share.tokens for share in shares_of(dealt)] == [8, 8]
+
+
 def test_several_packs_a_rank_are_alike_at_each_place() -> None:
     """As FSDP needs it: ranks wait for each other in every pack."""
     packs = packs_of("pretrain", "vlm_only", "edit_only", "t2i_lowres")
@@ -129,6 +138,21 @@ def test_several_packs_a_rank_are_alike_at_each_place() -> None:
     times = [sorted(share.seconds for share in column) for column in zip(*dealt.ranks, strict=True)]
     assert times[0][0] >= times[1][-1]
     assert dealt.ratio < dealt.lockstep_ratio < before.lockstep_ratio
+
+
+def test_packs_that_are_balanced_stay_so() -> None:
+    """Dealing these samples anew and exchanging two at a time reaches 116 tokens."""
+    packs = [Pack(lens, lens, ("full",) * len(lens)) for lens in ((35, 44, 31), (50, 60), (26, 12, 72))]
+    dealt = balance(packs, 3, cost=LayerCost(1, 0), capacity=120)
+    assert [share.tokens for share in shares_of(dealt)] == [110, 110, 110]
+
+
+def test_ratios() -> None:
+    """Ranks of 4 + 1 and 3 + 2 seconds take as long; if they wait after each pack, 4 + 2 seconds."""
+    packs = [Pack((n,), (n,), ("full",)) for n in (1, 2, 3, 4)]
+    dealt = balance(packs, 2, move="packs", cost=LayerCost(1, 0))
+    assert [[share.tokens for share in rank] for rank in dealt.ranks] == [[4, 1], [3, 2]]
+    assert (dealt.seconds, dealt.ratio, dealt.lockstep_ratio) == ((5, 5), 1, 1.2)
 
 
 def test_padding_is_not_dealt() -> None:
@@ -176,6 +200,17 @@ def test_fitting_finds_the_cost_of_measured_times() -> None:
     times = [x.seconds for pack in packs for x in shares_of(balance([pack], 1, move="packs", cost=cost))]
     found = LayerCost.fit(packs, times)
     assert (found.token, found.pair, found.fixed) == pytest.approx((3e-6, 5e-11, 2e-3), rel=1e-6)
+
+
+def test_fitting_takes_relative_errors() -> None:
+    """The longest of 25 packs took three times as long as it should have: the short ones hardly move."""
+    cost = LayerCost(1e-3, 1e-6, 1e-2)
+    kinds = [(n, mode) for n in (100, 200, 400) for mode in ("causal", "full")]
+    packs = [Pack((n,), (n,), (mode,)) for n, mode in (*kinds * 4, (9000, "full"))]
+    times = [balance([pack], 1, cost=cost).seconds[0] for pack in packs]
+    found = LayerCost.fit(packs, [*times[:-1], 3 * times[-1]])
+    for pack, time in zip(packs[: len(kinds)], times, strict=False):
+        assert balance([pack], 1, cost=found).seconds[0] == pytest.approx(time, rel=0.15)
 
 
 def test_the_default_is_the_measured_layer() -> None:

@@ -47,6 +47,20 @@ def test_views(device: str, dtype: torch.dtype) -> None:
     check(x, attnforge.DenseMask((torch.arange(SEQ_K, device=device) % 3 == 0).expand(SEQ_Q, SEQ_K)))
 
 
+def test_narrow() -> None:
+    """The planes of some batch entries or heads, as ranks that share heads take them."""
+    pairs = torch.rand(3, 4, 9, 37) < 0.5
+    mask = attnforge.DenseMask(pairs, visible_keys=18)
+    for dim, start, length in ((0, 1, 2), (1, 2, 1)):
+        part = mask.narrow(dim, start, length)
+        assert torch.equal(part.mask, pairs.narrow(dim, start, length))
+        assert part.visible_keys == 18
+    with pytest.raises(ValueError, match="dim: got 2, expected 0 for batch entries or 1 for heads"):
+        mask.narrow(2, 0, 1)
+    plain = attnforge.DenseMask(pairs[0, 0])
+    assert plain.narrow(1, 2, 1) is plain
+
+
 @targets
 @pytest.mark.parametrize("value", [False, True])
 def test_nothing_and_everything(device: str, dtype: torch.dtype, value: bool) -> None:

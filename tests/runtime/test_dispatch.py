@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import attnforge
+from attnforge.codegen import host
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
@@ -191,6 +192,19 @@ def test_a_table_half_written_by_the_dead_is_swept(tmp_path: Path) -> None:
     (tmp_path / "tmpabc.json.tmp").write_text("[")
     tables.save(H200, entries(PROBLEM, 1), tmp_path)
     assert [path.name for path in tmp_path.glob("*.json*")] == ["nvidia-h200.json"]
+
+
+@pytest.mark.parametrize(
+    ("bf16", "amx_refusal", "name"),
+    [(False, "no AMX", "cpu avx512"), (True, "no AMX", "cpu avx512 bf16"), (True, "", "cpu avx512 bf16 amx")],
+)
+def test_a_cpus_table_is_that_of_its_instructions(
+    bf16: bool, amx_refusal: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(host, "has_bf16", lambda: bf16)
+    monkeypatch.setattr(host, "amx_refusal", lambda: amx_refusal)
+    assert tables.device_name(torch.device("cpu")) == name
 
 
 def test_no_other_cpu(tmp_path: Path) -> None:
@@ -375,6 +389,14 @@ def test_what_was_measured_is_of_the_very_class(tmp_path: Path) -> None:
         {"score": ScoreMod("softcap: 30.0 * tanh(score / 30.0)")},
     )
     assert [speed(**other) for other in others] == [None] * len(others)
+
+
+def test_where_visible_keys_are_unknown_the_fastest_pack_was_measured(tmp_path: Path) -> None:
+    (entry,) = entries(PROBLEM, 1)
+    packs = [replace(entry, visible_keys=keys, tflops=speed) for keys, speed in ((700, 100.0), (90, 200.0))]
+    tables.save(H200, packs, tmp_path)
+    speeds = [tables.measured(PROBLEM, 7, 1024, H200, [tmp_path], visible_keys=n) for n in (700, 90, 0)]
+    assert speeds == [100.0, 200.0, 200.0]
 
 
 def test_nothing_feasible() -> None:
@@ -625,7 +647,8 @@ def test_of_scores_the_formula_counts_then_none_then_another(
     texts = {name: f"softcap: {name} * tanh(score / {name})" for name in ("20.0", "50.0")}
     scored = [replace(problem, score=ScoreMod(text)) for text in (*texts.values(), alibi, "")]
     specs = [next(candidates(one)) for one in scored]
-    tables.save(H200, [Tuned(spec, 7, 1024, 1.0, 10.0 + i) for i, spec in enumerate(specs)], tmp_path)
+    speeds = (2.0, 1.0, 4.0, 3.0)  # the nearer, the slower
+    tables.save(H200, [Tuned(x, 7, 1024, 1.0, y) for x, y in zip(specs, speeds, strict=True)], tmp_path)
     found = tables.offers(scored[1], 7, 1024, H200)
     assert [offer.entry.spec for offer in found] == [specs[1], specs[0], specs[3], specs[2]]
 

@@ -268,6 +268,25 @@ def test_narrow_integers_do_not_wrap_around(number: Callable[[int], Any]) -> Non
         assert torch.equal(ours.data, expected.data)
 
 
+@pytest.mark.parametrize("flags", [np.array, torch.tensor], ids=lambda flags: flags.__name__)
+def test_flags_may_be_an_array(flags: Callable[[list[bool]], Any]) -> None:
+    """Of NumPy, or a tensor."""
+    ours, expected = (masks.causal_or_image(LENGTHS, x, "cpu") for x in (flags(IMAGES), IMAGES))
+    assert torch.equal(ours.data, expected.data)
+
+
+def test_no_tokens() -> None:
+    for mask in (
+        masks.documents([], "cpu"),
+        masks.window(0, 0, 1, 1, "cpu"),
+        masks.chunked_causal(0, 4, "cpu"),
+        masks.block_diffusion(0, 4, "cpu"),
+        masks.tree([], [], "cpu"),
+    ):
+        assert mask.visible(0, 0).shape == (0, 0)
+        assert mask.visible_keys is None
+
+
 def test_times_at_the_ends_of_64_bits() -> None:
     mask = masks.tree_by_times([-(2**63), 2**62], [2**63 - 1, 2**63 - 1], "cpu")
     assert mask.visible(2, 2).tolist() == [[True, False], [True, True]]

@@ -186,6 +186,8 @@ def test_narrow() -> None:
     assert torch.equal(mask.narrow(0, 1, 2).visible(20, 30), whole[1:])
     assert torch.equal(mask.narrow(1, 1, 1).visible(20, 30), whole[:, 1:])
     assert mask.narrow(0, 0, 3).narrow(1, 0, 1).narrow(0, 2, 1).planes == (1, 1)
+    with pytest.raises(ValueError, match="dim: got 2, expected 0 for batch entries or 1 for heads"):
+        mask.narrow(2, 0, 1)
     plain = attnforge.Spans(torch.zeros(3).int(), torch.ones(3).int())
     assert plain.narrow(0, 1, 1) is plain
 
