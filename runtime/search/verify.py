@@ -205,6 +205,15 @@ def _sampled(check: Check, name: str, value: Tensor) -> Tensor:
     return sample
 
 
+def _mask_of_sample(check: Check) -> Causal | Spans | DenseMask | FunctionMask | None:
+    """Of a mask for each q head or kv head, the planes of the sampled heads."""
+    case, mask = check.case, check.case.mask
+    if not isinstance(mask, (Spans, DenseMask)):
+        return mask
+    planes = mask.planes[1] if isinstance(mask, Spans) else mask.shape[1]
+    return mask.narrow(1, 0, max(1, planes * check.heads_kv // case.heads_kv))
+
+
 def _exact(check: Check) -> Outputs:
     """The float64 reference on the sample."""
     return _by_reference(check, torch.float64)
@@ -225,7 +234,7 @@ def _by_reference(check: Check, dtype: torch.dtype, operands: torch.dtype | None
         x.q[:, :heads_q],
         x.k[:, : check.heads_kv],
         x.v[:, : check.heads_kv],
-        case.mask,  # of a mask for each head, the first ones
+        _mask_of_sample(check),
         case.scale,
         x.dout[:, :heads_q] if backward else None,
         dtype,
@@ -250,8 +259,9 @@ def _sdpa(check: Check) -> Outputs:
     )
     case = check.case
     group = q.shape[2]
-    planes = visible_rows(case.mask, check.rows, case.seq_q, case.seq_k, case.batch, case.heads_q)
-    seen = planes[:, : check.heads_kv * group]
+    heads = check.heads_kv * group
+    planes = visible_rows(_mask_of_sample(check), check.rows, case.seq_q, case.seq_k, case.batch, heads)
+    seen = planes.repeat_interleave(group, 1) if 1 < planes.shape[1] < heads else planes
     some = seen.any(-1, keepdim=True)
     keys, values = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
     # Zeros after the narrower rows let torch use its kernels for equal head dims.

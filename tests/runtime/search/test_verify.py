@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -101,6 +103,18 @@ def test_verification_rejects_one_wrong_element(direction: Direction, damage: Da
         verify(make_check(SMALL, direction), kernel(SMALL, direction, damage))
 
 
+def test_one_element_is_enough_where_the_mean_is_good() -> None:
+    """Elements of float32 are about 1, the error of SDPA 1e-6; the mean hides 3e-5."""
+
+    def damage(results: Outputs) -> None:
+        results["out"][0, 0, 3, 5] += 3e-5
+
+    with pytest.raises(WrongResult, match=r"out: error rms .* worst 3\.00e-05") as caught:
+        verify(make_check(SMALL, FORWARD), kernel(SMALL, FORWARD, damage))
+    rms, limit = map(float, re.findall(r"rms (\S+) \(limit (\S+)\)", str(caught.value))[0])
+    assert rms < limit
+
+
 def test_a_large_case_is_sampled() -> None:
     length = 1100
     edge = torch.tensor([0, 700]).repeat_interleave(torch.tensor([700, 400])).int()
@@ -128,6 +142,23 @@ def test_many_heads_are_sampled(batch: int, whole: bool) -> None:
     check = make_check(case, FORWARD)
     assert check.heads_kv == (2 if whole else 1)
     assert (check.rows.numel() == 512) == whole
+
+
+@pytest.mark.parametrize("direction", list(Direction), ids=lambda d: d.value)
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_masks_for_each_head_are_those_of_the_sampled_heads(
+    sampled: bool, heads: int, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spans of each kv head or q head, and bool tensors of each q head. Every right kernel was rejected."""
+    if sampled:
+        monkeypatch.setattr(sys.modules[verify.__module__], "WHOLE", 0)
+    spans = unions(64, 64, 2, "cpu", (1, heads))
+    for mask in (spans, DenseMask(spans.visible(64, 64))) if heads == 4 else (spans,):
+        case = replace(causal_case("causal/64", (2, 4, 2, 64, 8), DType.FLOAT32, CPU), mask=mask)
+        check = make_check(case, direction)
+        assert check.heads_kv == (1 if sampled else 2)
+        verify(check, kernel(case, direction, lambda results: None))
 
 
 def test_a_large_element_may_be_rounded_where_that_of_sdpa_was_not_wrong() -> None:
@@ -184,5 +215,6 @@ def test_odd_cases_have_hidden_rows_and_keys() -> None:
     assert (~seen.any(0)).any()
     assert (~seen.any(1)).any()
     assert not seen.all(1).any()
+    assert 0.2 < seen.float().mean() < 0.6
     causal = odd_case(SMALL)
     assert causal.seq_q - causal.seq_k == 68, "queries that see no key"
