@@ -400,8 +400,11 @@ def test_where_visible_keys_are_unknown_the_fastest_pack_was_measured(tmp_path: 
 
 
 def test_nothing_feasible() -> None:
-    with pytest.raises(Infeasible, match="q: no cpu fwd kernel for head_dim 257"):
-        dispatch.choose(replace(CPU, head_dim=257), 1, 100, torch.device("cpu"))
+    for direction in Direction:
+        problem = replace(CPU, head_dim=257, direction=direction)
+        for deterministic in (False, True):
+            with pytest.raises(Infeasible, match=f"^q: no cpu {direction.value} kernel for head_dim 257"):
+                dispatch.choose(problem, 1, 100, torch.device("cpu"), deterministic)
     with pytest.raises(ValueError, match=r"torch.float16, accepted on the CPU are"):
         dispatch.choose(replace(CPU, dtype=DType.FLOAT16), 1, 100, torch.device("cpu"))
 
