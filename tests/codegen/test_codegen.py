@@ -219,6 +219,24 @@ def test_a_problem_without_a_family() -> None:
     assert why_infeasible(problem) == "sm90a has no fp32 bwd kernel"
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"intervals": 0}, "intervals: got 0, expected 1 to 4"),
+        ({"intervals": 5}, "intervals: got 5, expected 1 to 4"),
+        ({"planes": 2}, "planes: got 2, expected 0 or 1"),
+        ({"mask": Mask.CAUSAL, "intervals": 2}, "intervals, planes: need mask spans, not causal"),
+        ({"mask": Mask.DENSE, "planes": 1}, "intervals, planes: need mask spans, not dense"),
+    ],
+    ids=str,
+)
+def test_what_is_no_problem(change: dict[str, Any], message: str) -> None:
+    """As `cli.py render` and JSON may name it."""
+    spans = Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)
+    with pytest.raises(ValueError, match=message):
+        replace(spans, **change)
+
+
 def test_json_that_is_no_spec() -> None:
     data = next(candidates(PROBLEMS[3])).to_json()
     for field in ("direction", "arch", "dtype", "head_dim", "mask", "align"):

@@ -164,13 +164,32 @@ def test_wrong_arguments_are_named() -> None:
         scores.softcap(0)
     with pytest.raises(ValueError, match="offset: got 1099511627776, expected -1073741823 to 1073741823"):
         scores.alibi(torch.ones(2), 2**40)
-    with pytest.raises(ValueError, match="table: got shape"):
-        scores.relative_bias(torch.ones(2, 4))
+    for make, shape, message in (
+        (
+            scores.alibi,
+            (1, 2, 3),
+            r"slopes: got shape \(1, 2, 3\), expected \(heads_q\) or \(batch, heads_q\)",
+        ),
+        (scores.alibi, (0,), r"slopes: has no elements, its shape is \(0,\)"),
+        (scores.bias, (), r"tensor: got shape \(\), expected \(batch, heads_q, seq_q, seq_k\)"),
+        (scores.relative_bias, (2, 4), r"table: got shape \(2, 4\), expected \(heads_q, 2 n \+ 1\) or"),
+        (scores.relative_bias, (1, 2, 3), r"table: got shape \(1, 2, 3\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(torch.ones(shape))
     for tensors, message in (((), "got 0 tensors"), ((torch.ones(2, dtype=torch.int32),), "int32")):
         with pytest.raises(ValueError, match=f"score, mask_mod: .*{message}"):
             torch.ops.attnforge.forward(
                 x.q, x.k, x.v, None, 0, None, False, 0, 0, "a(t0: float32[1]): score + t0[h]", *tensors
             )
+
+
+def test_a_bias_of_one_number_moves_every_score() -> None:
+    x = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu")
+    out, lse = attnforge.attention(x.q, x.k, x.v, score=scores.bias(torch.full((1, 1), 2.0)), return_lse=True)
+    plain, plain_lse = attnforge.attention(x.q, x.k, x.v, return_lse=True)
+    assert_close(out, plain)
+    assert_close(lse, plain_lse + 2)
 
 
 def test_more_keys_than_indices_are_for() -> None:

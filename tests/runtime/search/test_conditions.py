@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from attnforge.runtime.search import conditions
 from attnforge.runtime.search.conditions import (
     CpuConditions,
     GpuConditions,
@@ -107,6 +108,17 @@ def test_others_on_a_cpu() -> None:
         pass
     assert quiet.summary().warnings == ()
     assert "0.0 while timing" in quiet.summary().load["other processes"]
+
+
+def test_others_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took 2 s of the hundredth of a second before the first timing, and nothing later."""
+    monkeypatch.setattr(conditions, "AT_REST", 0.01)
+    counters = iter([(0.0, 0.0), (3.0, 1.0), (100.0, 50.0), (100.0, 50.0)])
+    busy = CpuConditions(lambda: next(counters))
+    with busy.watching():
+        pass
+    (warning,) = busy.summary().warnings
+    assert "before the search" in warning
 
 
 def test_our_own_work_is_not_that_of_others() -> None:

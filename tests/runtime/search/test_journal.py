@@ -39,19 +39,20 @@ def test_log_forgets_crashes(tmp_path: Path) -> None:
     assert found == {"compile", "wrong"}
 
 
-def test_flags_and_compiler_are_part_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other flags or another compiler gave is not resumed from."""
+def test_device_flags_and_compiler_are_part_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another device, other flags or another compiler gave is not resumed from."""
 
-    def env(identity: str, *flags: str) -> dict[str, str]:
+    def env(identity: str, *flags: str, device: str = "a device") -> dict[str, str]:
         command = Command("g++", Path("g++"), identity, flags, "kernel.so")
         monkeypatch.setattr("attnforge.runtime.search.journal.toolchain", lambda arch: command)
-        return environment("a device", Arch.CPU)
+        return environment(device, Arch.CPU)
 
     base = env("g++ 12", "-O3")
     assert env("g++ 12", "-O3") == base
     assert env("g++ 12", "-O2") != base
     assert env("g++ 12", "-O3", "-ffast-math") != base
     assert env("g++ 13", "-O3") != base
+    assert env("g++ 12", "-O3", device="another") != base
 
 
 def test_log_survives_a_torn_line(tmp_path: Path) -> None:
