@@ -166,9 +166,7 @@ def qk_norm_rope(
         raise ValueError(f"eps: got {eps}, expected a number of at least 0")
     sources, parts, counts = _sources(q, k, v, heads)
     weights = _weights(q_weight, k_weight, experts)
-    expect_local("q, k, v", *sources)
-    expect_local("q_weight, k_weight", *weights)
-    expect_local("cos, sin", cos, sin)
+    _expect_local(sources, weights, cos, sin)
     rows = None
     if experts is not None:
         rows = experts.rows if len(sources) > parts else experts.in_order()
@@ -179,6 +177,12 @@ def qk_norm_rope(
         sources, cos, sin, weights, rows, parts, *counts, float(eps)
     )
     return outputs[:2] if parts == 2 else outputs
+
+
+def _expect_local(sources: Sequence[Tensor], weights: Sequence[Tensor], cos: Tensor, sin: Tensor) -> None:
+    expect_local("q, k, v", *sources)
+    expect_local("q_weight, k_weight", *weights)
+    expect_local("cos, sin", cos, sin)
 
 
 def _refuse_forward_mode(*tensors: Tensor) -> None:

@@ -238,26 +238,18 @@ class ContextParallel:
             expect_layout("(batch, heads, rows, head_dim)", q=q, k=k, v=v)
             expect_scale(scale)
             expect_flags(return_lse=return_lse, deterministic=deterministic)
-            if torch.is_autocast_enabled(q.device.type):
-                dtype = torch.get_autocast_dtype(q.device.type)
-                q, k, v = (x.to(dtype) for x in (q, k, v))
+            q, k, v = _as_autocast(q, k, v)
             total = self._check(q, k, v, mask, total)
             found = None if score is None else as_score(score)
-            self._check_functions(q, k, mask, found, total, deterministic)
-            if sinks is not None:
-                expect_sinks(sinks, q.shape[1], q.device)
+            self._check_functions(q, k, mask, found, sinks, total, deterministic)
             if mine is not None:
                 mine |= describe(q=q, k=k, v=v, mask=mask, total=total, score=found, sinks=sinks)
                 mine |= describe(scale=scale, return_lse=return_lse, deterministic=deterministic)
-        with_lse = return_lse or sinks is not None
-        call = self._call(q, k, v, mask, found, total, scale, with_lse, deterministic)
+        call = self._call(q, k, v, mask, found, total, scale, return_lse or sinks is not None, deterministic)
         captured = () if found is None else found.tensors
         results: tuple[Tensor, ...] = Attention.apply(q, k, v, call, *captured)  # type: ignore[no-untyped-call,unused-ignore]
         if sinks is not None:
-            out, lse = with_sinks(results[0], results[1], sinks)
-            real = min(max(0, total - self.rank * q.shape[2]), q.shape[2])
-            padding = q.shape[2] - real  # padding rows do not attend to sinks either
-            results = (out, pad(lse[:, :, :real], (0, padding), value=-torch.inf) if padding else lse)
+            results = self._with_sinks(results[0], results[1], sinks, total)
         return (results[0], results[1]) if return_lse else results[0]
 
     def _call(
@@ -273,7 +265,7 @@ class ContextParallel:
         deterministic: bool,
     ) -> Call:
         """Choose the partition of a call and make this rank's masks."""
-        rows, heads_q = q.shape[2], q.shape[1]
+        rows, heads_q, keys = q.shape[2], q.shape[1], self.world * q.shape[2]
         # A mask function always reads positions, because it hides padding by position.
         in_order = isinstance(mask, FunctionMask) or (score is not None and reads_positions(score))
         candidate = self._assign_rows(mask, rows, total, in_order, q.device)
@@ -290,17 +282,7 @@ class ContextParallel:
         offset_indices: tuple[Leaf, ...] = ("q_idx",) if partition.ulysses_degree < self.world else ()
         offset_indices += ("h",) if heads < heads_q or len(pieces) > 1 else ()
         local_slices = tuple(
-            LocalSlice(
-                head + x.q0,
-                x.q1 - x.q0,
-                heads_q,
-                row,
-                count,
-                total,
-                self.world * rows,
-                offset_indices,
-                q.device,
-            )
+            LocalSlice(head + x.q0, x.q1 - x.q0, heads_q, row, count, total, keys, offset_indices, q.device)
             for x in pieces
         )
         masks = self._local_masks(mask, layout, rows, total, q.device, assignment, local_slices)
@@ -317,6 +299,13 @@ class ContextParallel:
             deterministic,
             score,
         )
+
+    def _with_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """`with_sinks`, of which the lse of padding rows, which attend to sinks neither, stays -inf."""
+        out, lse = with_sinks(out, lse, sinks)
+        real = min(max(0, total - self.rank * lse.shape[2]), lse.shape[2])
+        padding = lse.shape[2] - real
+        return out, pad(lse[:, :, :real], (0, padding), value=-torch.inf) if padding else lse
 
     __call__ = attention
 
@@ -391,9 +380,18 @@ class ContextParallel:
         return total
 
     def _check_functions(
-        self, q: Tensor, k: Tensor, mask: ops.Mask, score: Score | None, total: int, deterministic: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        mask: ops.Mask,
+        score: Score | None,
+        sinks: Tensor | None,
+        total: int,
+        deterministic: bool,
     ) -> None:
         """Raise errors that would otherwise occur while other ranks wait. In a trace the fake kernels check instead."""
+        if sinks is not None:
+            expect_sinks(sinks, q.shape[1], q.device)
         if torch.compiler.is_compiling():
             return
         mod = mask if isinstance(mask, FunctionMask) else None
@@ -554,6 +552,14 @@ def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
     if len(known) >= KEPT:
         del known[next(iter(known))]
     known[key] = value
+
+
+def _as_autocast(*tensors: Tensor) -> Iterator[Tensor]:
+    """The tensors, in autocast's dtype where it is enabled."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return iter(tensors)
+    return (x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 def _stream(device: torch.device) -> int:

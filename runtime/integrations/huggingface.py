@@ -12,7 +12,7 @@ from attnforge.runtime.build.settings import disabled
 from attnforge.runtime.integrations.flash_attn import documents
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.ops import Mask, attention
-from attnforge.runtime.scores import Score, bias, softcap
+from attnforge.runtime.scores import Score, alibi, bias, softcap
 
 NAME = "attnforge"
 
@@ -34,14 +34,14 @@ def register_huggingface() -> None:
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnforge", dtype=torch.bfloat16)
 
     Masks are those that transformers makes for SDPA: none if full or causal is enough, else one bool mask for the
-    whole model (padding, sliding windows, packed sequences). Models that do not take their attention from transformers'
-    interface raise a ValueError where transformers makes their masks. A second call changes nothing. With
-    ATTNFORGE_DISABLE=1 the name stands for transformers' "sdpa". Raises ImportError without transformers, RuntimeError
-    if it is too old.
+    whole model (padding, sliding windows, packed sequences). Bloom, MPT and Falcon, with ALiBi, do not take their
+    attention from transformers' interface: their classes are changed (transformers 5). Other such models raise a
+    ValueError where transformers makes their masks. A second call changes nothing. With ATTNFORGE_DISABLE=1 the name
+    stands for transformers' "sdpa", or "eager". Raises ImportError without transformers, RuntimeError if it is too old.
     """
     try:
         from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+        from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
         try:
             import transformers
@@ -54,10 +54,22 @@ def register_huggingface() -> None:
             f"register_huggingface: transformers {transformers.__version__} has no interface to register attention "
             "and masks with; install transformers>=4.53"
         ) from error
+    from attnforge.runtime.integrations import alibi_models
+
     off = disabled("attnforge.register_huggingface()", "attn_implementation='attnforge' runs as 'sdpa'")
     AttentionInterface.register(NAME, AttentionInterface()["sdpa"] if off else attention_forward)
     # Without it, models would pass no mask at all.
-    AttentionMaskInterface.register(NAME, sdpa_mask if off else model_mask)
+    AttentionMaskInterface.register(NAME, torch_mask if off else model_mask)
+    alibi_models.install(NAME, attention_forward, torch_only=off)
+
+
+def torch_mask(*arguments: Any, config: Any = None, **named: Any) -> Tensor | None:
+    """transformers' mask function with ATTNFORGE_DISABLE=1: its mask for SDPA, or for a model's own attention."""
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    own = None if config is None else _own_attention(type(config).__module__, type(config).__name__)
+    mask: Tensor | None = (sdpa_mask if own is None else eager_mask)(*arguments, config=config, **named)
+    return mask
 
 
 def model_mask(*arguments: Any, config: Any = None, **named: Any) -> Tensor | None:
@@ -74,8 +86,9 @@ def model_mask(*arguments: Any, config: Any = None, **named: Any) -> Tensor | No
         )
     from transformers.masking_utils import sdpa_mask
 
-    if getattr(config, "num_kv_shared_layers", 0):
+    if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "model_type", "") == "mpt":
         # In such layers Gemma 4 keeps the last queries only, and their rows of the mask. "Causal" would not tell which.
+        # MPT converts its mask, without asking whether there is one.
         named["allow_is_causal_skip"] = False
     mask: Tensor | None = sdpa_mask(*arguments, config=config, **named)
     return mask
@@ -100,7 +113,7 @@ def _own_attention(config_module: str, config: str) -> str | None:
         for name, value in names.items():
             # A model that is made of others defines no attention: theirs may be in the interface.
             mine = isinstance(value, type) and value.__module__ == model.__name__ and "forward" in vars(value)
-            if mine and "Attention" in name:
+            if mine and "Attention" in name and not getattr(value, "_attnforge", False):
                 return name
     return None
 
@@ -119,6 +132,7 @@ def attention_forward(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: q (B, Hq, Sq, D), k and v (B, Hkv, Sk, D) -> (B, Sq, Hq, D), no weights.
@@ -127,8 +141,8 @@ def attention_forward(
     (B, Hq, Sq, Sk); None: causal if the module is and there is more than one query, else full. cu_seq_lens_q and
     cu_seq_lens_k, which collators of packed samples pass for flash-attn, keep samples apart whatever the mask is.
     position_bias is T5's, softcap Gemma 2's, s_aux are gpt-oss's sinks, indices (B, Sq, n) the keys that DeepSeek
-    V3.2's indexer selects. Raises ValueError for dropout, weights as a result, and unsupported arguments that change
-    the scores.
+    V3.2's indexer selects, alibi_slopes (Hq) or (B, Hq) those of alibi_models.py. Raises ValueError for dropout,
+    weights as a result, and unsupported arguments that change the scores.
     """
     _refuse(dropout, kwargs)
     if query.shape[0] == 1:  # learned queries, for any batch
@@ -147,17 +161,12 @@ def attention_forward(
         mask = Causal()
     if kwargs.get("indices") is not None:
         attention_mask = _selected(attention_mask, kwargs["indices"], key.shape[2])
-    added = position_bias
     if attention_mask is not None:
-        visible = attention_mask
-        if attention_mask.dtype.is_floating_point:
-            # Models hide keys by -inf or by the dtype's least value.
-            visible = attention_mask > torch.finfo(attention_mask.dtype).min / 2
-            added = attention_mask if added is None else added + attention_mask
-        if samples is not None:
-            visible = visible.bool() & samples.visible(query.shape[2], key.shape[2], query.device)
-        mask = _dense(visible.bool(), query.shape[2])
-    score = _score(kwargs.get("softcap"), added)
+        position_bias = _added(attention_mask, position_bias, alibi_slopes)
+        mask = _dense(_visible(attention_mask, samples, query.shape[2]), query.shape[2])
+        alibi_slopes = None if attention_mask.dtype.is_floating_point else alibi_slopes
+    # Of lines, queries are no earlier than Sk - Sq, so that all visible keys are on one side.
+    score = _score(kwargs.get("softcap"), position_bias, alibi_slopes, key.shape[2] - query.shape[2])
     out = attention(query, key, value, mask, scale=scaling, score=score, sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2), None
 
@@ -194,6 +203,21 @@ def _refuse(dropout: float, arguments: dict[str, Any]) -> None:
             )
 
 
+def _visible(mask: Tensor, samples: Spans | None, rows: int) -> Tensor:
+    """Models hide keys by False, or in an additive mask by -inf or the dtype's least value."""
+    visible = mask > torch.finfo(mask.dtype).min / 2 if mask.dtype.is_floating_point else mask.bool()
+    return visible if samples is None else visible & samples.visible(rows, mask.shape[-1], mask.device)
+
+
+def _added(mask: Tensor, position_bias: Tensor | None, slopes: Tensor | None) -> Tensor | None:
+    """What is added to the scores beside `mask`: an additive one takes everything else along."""
+    if not mask.dtype.is_floating_point:
+        return position_bias
+    if slopes is not None:
+        position_bias = slopes[..., None, None] * torch.arange(mask.shape[-1], device=mask.device)
+    return mask if position_bias is None else position_bias + mask
+
+
 def _dense(visible: Tensor, rows: int) -> DenseMask:
     """transformers' mask, which may have one row for all queries."""
     return DenseMask(visible.expand(*visible.shape[:-2], rows, -1) if visible.shape[-2] == 1 else visible)
@@ -208,7 +232,9 @@ def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
     return mask.masked_fill(~chosen, -torch.inf) if mask.dtype.is_floating_point else mask.bool() & chosen
 
 
-def _score(cap: float | None, added: Tensor | None) -> Score | None:
+def _score(cap: float | None, added: Tensor | None, slopes: Tensor | None, offset: int) -> Score | None:
+    if slopes is not None:
+        return alibi(slopes, offset)
     if cap is None:
         return None if added is None else bias(added)
     if added is not None:

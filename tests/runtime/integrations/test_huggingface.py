@@ -247,7 +247,7 @@ def config_of(name: str, **fields: Any) -> Any:
 def test_masks_of_models_whose_attention_is_their_own(
     masks_made: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would add a bool mask to their scores, as Bloom and MPT do."""
+    """They would add a bool mask to their scores, as XGLM does."""
 
     def define(name: str, **members: Any) -> Any:
         model = ModuleType(f"models.modeling_{name}")
@@ -262,7 +262,7 @@ def test_masks_of_models_whose_attention_is_their_own(
     mixed = define("informer", own=False, InformerProbSparseAttention=nn.Module, ALL_ATTENTION_FUNCTIONS={})
     define("blip_text", own=True)
     refused = [
-        ("Own", define("bloom", own=True)),
+        ("Own", define("xglm", own=True)),
         ("Own", config_of("blip")),
         ("Gemma4Audio", audio),
         ("InformerProbSparse", mixed),
@@ -287,13 +287,84 @@ def test_gemma_4_always_has_a_mask(masks_made: list[dict[str, Any]]) -> None:
     assert [named["allow_is_causal_skip"] for named in masks_made] == [True, False]
 
 
-def test_bloom_is_refused() -> None:
+def test_a_model_with_attention_of_its_own_is_refused() -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     attnforge.register_huggingface()
-    config = transformers.BloomConfig(vocab_size=64, hidden_size=64, n_layer=1, n_head=4)
-    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="attnforge")
-    with pytest.raises(ValueError, match="attn_implementation: BloomAttention computes attention itself"):
+    config = transformers.XGLMConfig(
+        vocab_size=64, d_model=64, ffn_dim=64, num_layers=1, attention_heads=4, max_position_embeddings=32
+    )
+    model = transformers.XGLMForCausalLM._from_config(config, attn_implementation="attnforge")
+    with pytest.raises(ValueError, match="attn_implementation: XGLMAttention computes attention itself"):
         model(torch.ones(1, 8, dtype=torch.long))
+
+
+ALIBI_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # class, whose numbers are right, sizes
+    "bloom": ("Bloom", "eager", {"hidden_size": 96, "n_layer": 2, "n_head": 6}),
+    "mpt": ("Mpt", "eager", {"d_model": 96, "n_layers": 2, "n_heads": 6, "max_seq_len": 64}),
+    "falcon": (
+        "Falcon",
+        "sdpa",  # eager adds the biases twice
+        {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "alibi": True},
+    ),
+    "falcon-rope": (
+        "Falcon",
+        "sdpa",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", ALIBI_MODELS)
+def test_models_with_alibi_are_the_same(name: str, padded: bool, calls: list[Any]) -> None:
+    """Six heads, whose slopes are no powers of two. Padding also between tokens, which positions do not count."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    attnforge.register_huggingface()
+    prefix, peer, sizes = ALIBI_MODELS[name]
+    tokens = torch.randint(1, 64, (2, 20), generator=torch.Generator().manual_seed(1))
+    seen = torch.ones(2, 20, dtype=torch.long)
+    if padded:
+        seen[0, 15:], seen[1, 5:8] = 0, 0
+    results = []
+    for implementation in ("attnforge", peer):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{prefix}Config")(vocab_size=64, **sizes)
+        model = getattr(transformers, f"{prefix}ForCausalLM")._from_config(
+            config, attn_implementation=implementation
+        )
+        output = model(
+            input_ids=tokens,
+            attention_mask=seen if padded else None,
+            labels=tokens.masked_fill(seen == 0, -100),
+            use_cache=False,
+        )
+        output.loss.backward()
+        answers = {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+        answers["logits"] = output.logits.detach()[seen.bool()]
+        answers["next"] = model.eval().generate(
+            tokens[:, :7], attention_mask=seen[:, :7], max_new_tokens=4, do_sample=False, pad_token_id=0
+        )
+        results.append(answers)
+    assert calls
+    assert type(calls[0]) is (attnforge.Causal if name == "bloom" and not padded else attnforge.DenseMask)
+    for key, mine in results[0].items():
+        if key == "next":
+            assert torch.equal(mine, results[1][key])
+        else:
+            assert error(mine, results[1][key]) < 1e-4, key
+
+
+def test_models_with_alibi_when_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run their own attention with its own mask: a bool mask would be added to the scores."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    masking = pytest.importorskip("transformers.masking_utils")
+    monkeypatch.setattr(masking, "eager_mask", lambda *_, **named: "eager")
+    monkeypatch.setattr(masking, "sdpa_mask", lambda *_, **named: "sdpa")
+    from transformers.models.xglm import modeling_xglm
+
+    assert modeling_xglm.XGLMAttention
+    assert huggingface.torch_mask(config=transformers.XGLMConfig()) == "eager"
+    assert huggingface.torch_mask(config=transformers.LlamaConfig()) == "sdpa"
 
 
 def test_t5_is_the_same() -> None:
