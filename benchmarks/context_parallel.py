@@ -152,14 +152,14 @@ def show_profile(title: str, attend: Callable[..., Tensor], tensors: list[Tensor
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest RMS(a - b) / RMS(b) of the tensors, over the rows of all ranks."""
+    """The largest RMS(a - b) / RMS(b) of the tensors, over the rows of all ranks; inf if one holds NaN."""
     squares = [
         ((a.float() - b.float()).square().sum(), b.float().square().sum())
         for a, b in zip(ours, theirs, strict=True)
     ]
     sums = torch.stack([torch.stack(pair) for pair in squares])
     dist.all_reduce(sums)
-    return float((sums[:, 0] / sums[:, 1]).sqrt().max())
+    return float((sums[:, 0] / sums[:, 1]).sqrt().max().nan_to_num(torch.inf))
 
 
 def show(tokens: int, setups: list[Setup]) -> float:

@@ -208,7 +208,8 @@ def error_of(call: Callable[[Data], tuple[Tensor, ...]], d: Data, exact: list[Te
     worst = 0.0
     for x, y in zip((*outputs, *gradients), exact, strict=True):
         allowed = LIMITS[dtype] * y.abs() + 1e-5 * y.abs().max()
-        worst = max(worst, ((x.double() - y).abs() / allowed.clamp(min=1e-30)).max().item())
+        error = (x.double() - y).abs() / allowed.clamp(min=1e-30)
+        worst = max(worst, error.max().nan_to_num(torch.inf).item())  # Python's max would drop NaN
     return worst
 
 

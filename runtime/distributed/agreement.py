@@ -33,7 +33,9 @@ def _describe(x: object) -> str:
             f"Spans of {x.seq_k} keys, planes {x.planes}, contents {_hash(x.data.cpu().numpy().tobytes()):x}"
         )
     if isinstance(x, DenseMask):
-        return f"DenseMask {tuple(x.shape)}, contents {int(x.data.sum(dtype=torch.int64)):x}"
+        # A mask may be larger than what should be copied to the host. Its total alone would not tell rows exchanged.
+        sums = (x.data.sum(axis, dtype=torch.int64).cpu().numpy().tobytes() for axis in (-1, -2))
+        return f"DenseMask {tuple(x.shape)}, contents {_hash(b''.join(sums)):x}"
     if isinstance(x, FunctionMask):
         return f"mask_mod {tuple(x.shape)}, text {_hash(x.text.encode()):x}"
     if isinstance(x, Score):

@@ -107,7 +107,8 @@ class _RefusedError(ValueError):
     """`argument` has a value that our kernels do not support."""
 
     def __init__(self, argument: str, value: object) -> None:
-        super().__init__(f"{argument}: got {value!r}, which attnforge does not support")
+        given = "a tensor" if isinstance(value, Tensor) else repr(value)
+        super().__init__(f"{argument}: got {given}, which attnforge does not support")
         self.argument = argument
 
 
@@ -221,7 +222,7 @@ def _mask(
 
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
-        if value is not None and value is not False and value != 0:
+        if isinstance(value, Tensor) or value not in (None, False, 0):
             raise _RefusedError(name, value)
 
 

@@ -147,15 +147,16 @@ def draw(workload: Workload) -> Inputs:
 
 
 def error_of(got: Sequence[Tensor], exact: Sequence[Tensor], dtype: DType) -> float:
-    """The largest error, as a multiple of the allowed one.
+    """The largest error, as a multiple of the allowed one; inf if an element is NaN.
 
     Allowed are one rounding of the element, and 1e-5 of the largest element for sums in float32.
     """
     worst = 0.0
     for x, y in zip(got, exact, strict=True):
         allowed = LIMITS[dtype] * y.abs() + 1e-5 * y.abs().max()
-        worst = max(worst, ((x.double() - y).abs() / allowed).max().item())
-    return math.inf if math.isnan(worst) else worst
+        # Python's max would drop NaN.
+        worst = max(worst, ((x.double() - y).abs() / allowed).max().nan_to_num(torch.inf).item())
+    return worst
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ dk and dv of the group are exact sums over the sample, for every key, and dq els
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -138,12 +139,13 @@ def verify(check: Check, run: Callable[[Inputs], Outputs]) -> dict[str, Error]:
 
 
 def distances(check: Check, results: Outputs) -> dict[str, float]:
-    """RMS error of each tensor on the sample, relative to the exact tensor's RMS; no limits apply."""
-    return {
-        name: _distance(_sampled(check, name, value), check.exact[name])[0]
-        / float(check.exact[name].square().mean().sqrt().clamp(min=1e-30))
-        for name, value in results.items()
-    }
+    """RMS error of each tensor on the sample, relative to the exact tensor's RMS, inf for NaN; no limits apply."""
+    found = {}
+    for name, value in results.items():
+        error = _distance(_sampled(check, name, value), check.exact[name])[0]
+        size = float(check.exact[name].square().mean().sqrt().clamp(min=1e-30))
+        found[name] = math.inf if math.isnan(error) else error / size
+    return found
 
 
 def _finite_lse(got: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -25,8 +26,9 @@ def test_ours_and_bagels_modules_agree_with_float64(two: bool) -> None:
     for call in calls.values():
         assert benchmark.error_of(call, data, exact, DType.FLOAT32) < 2
     exact[0] = exact[0].clone()
-    exact[0][3, 1, 2] += 1e-3
-    assert benchmark.error_of(calls["attnforge"], data, exact, DType.FLOAT32) > 10
+    for wrong_by in (1e-3, math.nan):
+        exact[0][3, 1, 2] += wrong_by
+        assert benchmark.error_of(calls["attnforge"], data, exact, DType.FLOAT32) > 10
 
 
 def test_one_expert_moves_no_v() -> None:

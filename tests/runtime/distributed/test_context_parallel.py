@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from oracle import unions
 from ranks import torchrun
 
 import attnforge
+from attnforge.runtime.distributed.agreement import describe
 from attnforge.runtime.distributed.exchange import split_heads
 from attnforge.runtime.distributed.shards import (
     divide,
@@ -95,6 +97,43 @@ def test_pieces_cover_the_heads(heads_q: int, heads_kv: int, pieces: int) -> Non
         for head in range(piece.q0, piece.q1):
             assert piece.k0 + (head - piece.q0) // ratio == head // group
     assert len(portions) >= min(pieces, heads_kv)
+
+
+def visible(*rows: int) -> torch.Tensor:
+    """Two rows, which see the first so many keys of 64."""
+    return torch.arange(64) < torch.tensor(rows)[:, None]
+
+
+def later(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return i > j
+
+
+def much_later(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return i > j + 8
+
+
+def test_ranks_tell_apart_what_they_pass() -> None:
+    """All these are different arguments; made anew, the same ones."""
+
+    def arguments() -> list[Any]:
+        at = torch.arange(64, dtype=torch.int32)
+        return [
+            None,
+            2.0,
+            torch.zeros(4),
+            torch.zeros(4, dtype=torch.bfloat16),
+            attnforge.Causal(),
+            *(attnforge.Spans(at, torch.full_like(at, end)) for end in (63, 64)),
+            *(attnforge.DenseMask(visible(*rows)) for rows in ((3, 40), (40, 3), (3, 41))),
+            attnforge.DenseMask(visible(3, 40).flip(1)),
+            *(attnforge.masks.mask_mod(f, 64, 64, "cpu") for f in (later, much_later)),
+            *(attnforge.scores.softcap(cap) for cap in (20.0, 30.0)),
+            *(attnforge.scores.bias(torch.zeros(shape)) for shape in ((2, 64), (64, 2))),
+        ]
+
+    words = [describe(x=x)["x"] for x in arguments()]
+    assert len(set(words)) == len(words)
+    assert words == [describe(x=x)["x"] for x in arguments()]
 
 
 def test_four_processes_are_one() -> None:

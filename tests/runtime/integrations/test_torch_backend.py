@@ -210,8 +210,14 @@ def test_what_is_refused() -> None:
     q = draw(1, 8, 2, 16)
     with pytest.raises(ValueError, match=r"dropout_p: got 0\.1"):
         torch_backend.scaled_forward(q, q, q, 0.1)
-    with pytest.raises(ValueError, match="num_splits: got 3"):
-        torch_backend.forward(q, q, q, None, None, 8, 8, 0.0, False, False, num_splits=3)
+    for name, value, said in (
+        ("num_splits", 3, "3"),
+        ("seqused_k", torch.zeros(1, dtype=torch.int32), "a tensor"),
+        ("alibi_slopes", torch.ones(2), "a tensor"),
+    ):
+        rest: dict[str, Any] = {name: value}
+        with pytest.raises(ValueError, match=f"{name}: got {said}"):
+            torch_backend.forward(q, q, q, None, None, 8, 8, 0.0, False, False, **rest)
 
 
 def test_what_is_refused_goes_to_torch(

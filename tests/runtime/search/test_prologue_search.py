@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -63,14 +64,15 @@ def test_a_file_that_is_no_table_is_named(folder: Path) -> None:
         prologue_kernels.choose(WORKLOAD.problem(Direction.FORWARD), "my device")
 
 
-def test_wrong_results_do_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wrong_by", [1e-3, math.nan])
+def test_wrong_results_do_not_win(wrong_by: float, monkeypatch: pytest.MonkeyPatch) -> None:
     right = prologue.Inputs.run
     wrong = next(candidates(WORKLOAD.problem(Direction.FORWARD)))
 
     def run(self: prologue.Inputs, direction: Direction, spec: PrologueSpec) -> tuple[torch.Tensor, ...]:
         outputs = right(self, direction, spec)
         if spec == wrong:
-            outputs[1][3, 0, 5] += 1e-3
+            outputs[1][3, 0, 5] += wrong_by
         return outputs
 
     monkeypatch.setattr(prologue.Inputs, "run", run)

@@ -17,7 +17,7 @@ from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime.masks import DenseMask, FunctionMask, Spans
 from attnforge.runtime.search.case import Case, Inputs, causal_case
 from attnforge.runtime.search.reference import reference
-from attnforge.runtime.search.verify import Outputs, WrongResult, make_check, odd_case, verify
+from attnforge.runtime.search.verify import Outputs, WrongResult, distances, make_check, odd_case, verify
 
 CPU = torch.device("cpu")
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -101,6 +101,12 @@ def transposed_heads(results: Outputs) -> None:
 def test_verification_rejects_one_wrong_element(direction: Direction, damage: Damage, message: str) -> None:
     with pytest.raises(WrongResult, match=message):
         verify(make_check(SMALL, direction), kernel(SMALL, direction, damage))
+
+
+def test_a_distance_that_is_nan_is_the_largest() -> None:
+    check = make_check(SMALL, BACKWARD)
+    results = kernel(SMALL, BACKWARD, poke("dk", torch.nan))(check.inputs)
+    assert max(distances(check, results).values()) == torch.inf
 
 
 def test_one_element_is_enough_where_the_mean_is_good() -> None:
