@@ -383,7 +383,9 @@ def test_what_is_tied_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         return [Timing(ms, ms, ms, 9, ms - 0.6, ms + 0.6) for ms in (12.0, 11.0)]
 
     monkeypatch.setattr(FakeWorker, "compare", compare)
-    assert run(Budget(variants=3))[2].tied == 1
+    finished = run(Budget(variants=3))[2]
+    assert finished.tied == 1
+    assert replace(finished, ranked=()).tied == 0
 
 
 @pytest.mark.usefixtures("fakes")

@@ -103,6 +103,22 @@ def test_verification_rejects_one_wrong_element(direction: Direction, damage: Da
         verify(make_check(SMALL, direction), kernel(SMALL, direction, damage))
 
 
+def test_arithmetic_by_hand() -> None:
+    """2 flops for each pair, product and column, of 2 x 4 heads; the products are as deep as q, or as wide as v."""
+    case = replace(dense_case(), head_dim=40, pairs=1000)
+    assert case.flops(FORWARD) == 2 * 8 * 1000 * (40 + 64)
+    assert case.flops(BACKWARD) == 2 * 8 * 1000 * (3 * 40 + 2 * 64)
+    assert SMALL.visible_keys == 0, "the length determines it"
+
+
+def test_operands_are_rounded_as_kernels_round_them() -> None:
+    x = causal_case("", (1, 2, 1, 32, 16), DType.FLOAT32, CPU).inputs()
+    q, k, v = (tensor.double() for tensor in (x.q, x.k, x.v))
+    weights = (q @ k.mT * 0.25).softmax(-1)
+    for operands, rounded in ((None, weights), (torch.bfloat16, weights.bfloat16().double())):
+        torch.testing.assert_close(reference(x.q, x.k, x.v, None, 0.25, operands=operands).out, rounded @ v)
+
+
 def test_a_distance_that_is_nan_is_the_largest() -> None:
     check = make_check(SMALL, BACKWARD)
     results = kernel(SMALL, BACKWARD, poke("dk", torch.nan))(check.inputs)
