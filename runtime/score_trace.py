@@ -26,6 +26,7 @@ from attnforge.codegen.score import MAX_TENSORS, Formula, Program, ScoreError, S
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 FLOATS = (torch.float32, torch.bfloat16)  # of captured tensors as kernels read them
+_NARROWED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64)  # which kernels read as int32
 
 
 class _Indexing(TorchFunctionMode):
@@ -95,6 +96,8 @@ def traced(function: ScoreFunction) -> tuple[str, tuple[Tensor, ...]]:
     """(text, captured tensors) of a function (score, b, h, q_idx, kv_idx). Raises ScoreError naming what is wrong."""
     try:
         translation = _Translation(_graph(function, ScoreMod.leaves), ScoreMod.leaves)
+        for x in translation.tensors:
+            _expect_int32(x)
         tensors = _captured(translation.tensors)
         text = _text(ScoreMod, function, translation, tensors)
     except ScoreError as error:
@@ -124,7 +127,8 @@ def traced_mask(
         translation = _Translation(_graph(function, MaskMod.leaves), MaskMod.leaves, fixed or {})
         for x in translation.tensors:
             _expect_one(x)
-        tensors = _captured([_as_int32(x) for x in translation.tensors])
+            _expect_int32(x)
+        tensors = _captured([as_read(x) for x in translation.tensors])
         text = _text(MaskMod, function, translation, tensors)
     except ScoreError as error:
         raise ScoreError(f"mask_mod: {error}") from None
@@ -189,25 +193,26 @@ def _expect_one(x: Tensor) -> None:
         x = get_unwrapped(x)
 
 
-def _as_int32(x: Tensor) -> Tensor:
-    """bool and integers as int32. Raises ScoreError for values that do not fit, which waits for the device."""
-    if x.dtype in (torch.bool, torch.uint8, torch.int8, torch.int16):
-        return x.to(torch.int32)
-    if x.dtype == torch.int64:
-        if bool((x != x.to(torch.int32)).any()):
-            raise ScoreError("a captured tensor is torch.int64, and some of its values do not fit int32")
-        return x.to(torch.int32)
-    return x
+def _expect_int32(x: Tensor) -> None:
+    """Raises ScoreError for values of int64 that do not fit int32, which waits for the device."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    if x.dtype == torch.int64 and bool((x != x.to(torch.int32)).any()):
+        raise ScoreError("a captured tensor is torch.int64, and some of its values do not fit int32")
 
 
 def as_read(x: Tensor) -> Tensor:
-    """A captured tensor as kernels read it: float16 as a copy in float32, everything else as it is."""
-    return x.float() if x.dtype == torch.float16 else x
+    """A captured tensor as kernels read it: float16 as a copy in float32, bool and integers as one in int32."""
+    if x.dtype == torch.float16:
+        return x.float()
+    return x.to(torch.int32) if x.dtype in _NARROWED else x
 
 
 def dtype_as_read(x: Tensor) -> str:
     """The dtype of `as_read` as texts of functions have it."""
-    return "float32" if x.dtype == torch.float16 else str(x.dtype).removeprefix("torch.")
+    if x.dtype == torch.float16:
+        return "float32"
+    return "int32" if x.dtype in _NARROWED else str(x.dtype).removeprefix("torch.")
 
 
 def _captured(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -216,9 +221,9 @@ def _captured(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         raise ScoreError(f"captures {len(tensors)} tensors, at most {MAX_TENSORS} are supported")
     found = []
     for x in tensors:
-        if x.dtype not in (*FLOATS, torch.float16, torch.int32):
+        if x.dtype not in (*FLOATS, torch.float16, torch.int32, *_NARROWED):
             raise ScoreError(
-                f"a captured tensor is {x.dtype}, accepted are float32, bfloat16, float16 and int32"
+                f"a captured tensor is {x.dtype}, accepted are float32, bfloat16, float16, bool, uint8, int8 to int64"
             )
         if x.dim() > 4 or x.numel() == 0:
             raise ScoreError(
@@ -308,7 +313,7 @@ class _Translation:
             return self.converted(node)
         if name in _FILLED:
             return self.filled(node, _FILLED[name])
-        if name in ("scalar_tensor", "full"):
+        if name in ("scalar_tensor", "full", "full_like"):
             return self.filled(node, node.args[-1])  # type: ignore[arg-type]
         if name not in _OPERATIONS:
             raise ScoreError(f"{node.target} is not supported")
@@ -381,7 +386,7 @@ _SAME = ("detach", "alias", "clone", "lift_fresh_copy", "lift_fresh", "view", "_
 
 
 # Scalars of one value: and_masks and or_masks of FlexAttention begin with them.
-_FILLED = {"new_ones": 1, "ones": 1, "new_zeros": 0, "zeros": 0}
+_FILLED = {"new_ones": 1, "ones": 1, "ones_like": 1, "new_zeros": 0, "zeros": 0, "zeros_like": 0}
 
 
 def _clamp(p: Program, x: int, low: int | None = None, high: int | None = None) -> int:

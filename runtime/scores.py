@@ -34,7 +34,7 @@ class Score:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The captured tensors as kernels read them now: float16 as copies in float32."""
+        """The captured tensors as kernels read them now: float16 as copies in float32, integers as ones in int32."""
         return tuple([as_read(x) for x in self.captured])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -117,7 +117,8 @@ def score_mod(function: ScoreFunction) -> Score:
     """Any function (score, b, h, q_idx, kv_idx) -> score with FlexAttention's signature.
 
     It is traced once, with scalar tensors: float32 for the score, int32 for the indices. Tensors that it reads
-    (at most 4; float32, bfloat16, float16, int32) are captured, and read again at every call.
+    (at most 4; float32, bfloat16, float16, bool, integers) are captured, and read again at every call. Whether values
+    of int64 fit int32 is checked while tracing, which waits for the device.
     Raises ScoreError, a ValueError, that names an operation which cannot be translated.
     """
     text, tensors = traced(function)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,17 @@ log = logging.getLogger("attnforge")
 CHUNK = 1 << 24  # pairs evaluated at a time
 DENSE_BYTES = 1 << 30  # largest dense mask that a BlockMask is converted to
 
-_known: weakref.WeakKeyDictionary[BlockMask, Mask] = weakref.WeakKeyDictionary()
+
+class _Converted(NamedTuple):
+    """What is kept of a BlockMask: its mask, and what that was made of."""
+
+    mask: Mask
+    mask_mod: Callable[[], Any]  # a weak reference, since the function may hold the BlockMask
+    seq_lengths: tuple[int, ...]
+    sizes: set[tuple[int, int]]  # batch and heads of q for which it stands
+
+
+_known: weakref.WeakKeyDictionary[BlockMask, _Converted] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -48,37 +59,55 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
-    """torch's flex_attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D).
+    """torch's flex_attention of q (B, Hq, Sq, D) on k, v (B, Hkv, Sk, D), or (1, Hkv, Sk, D) with a BlockMask of B.
 
     score_mod: traced at every call; attnforge.scores.score_mod(function), made once, saves that and can be passed
         instead. Captured tensors that require grad get a gradient, those of a mask_mod none.
     block_mask: converted by `from_block_mask` at its first use; the result is kept with it.
     kernel_options: ignored; they are for torch's kernels and do not change results.
     return_lse, return_aux: lse is the natural logarithm; differentiable.
-    Raises ValueError for a score_mod that cannot be translated, for max_scores, for a BlockMask of other lengths, and
-    as `attention`.
+    Raises ValueError for a score_mod that cannot be translated, for max_scores, for a BlockMask of other lengths, for
+    one made with B=None or H=None whose mask_mod differs between batch entries or heads, and as `attention`.
     """
     if score_mod is not None and not isinstance(score_mod, Score) and not callable(score_mod):
         raise TypeError(f"score_mod: got {type(score_mod).__name__}, expected a function or None")
     expect_layout("(batch, heads, seq, head_dim)", query=query, key=key, value=value)
-    if return_aux is not None and not isinstance(return_aux, AuxRequest):
-        raise TypeError(f"return_aux: got {type(return_aux).__name__}, expected torch's AuxRequest or None")
-    if return_aux is not None and return_aux.max_scores:
-        raise ValueError("return_aux: max_scores is not supported; only lse is")
+    _check_outputs(return_lse, return_aux)
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"enable_gqa: is False, but q has {query.shape[1]} heads and k {key.shape[1]}; pass enable_gqa=True"
         )
-    mask = None if block_mask is None else from_block_mask(block_mask)
-    if block_mask is not None and tuple(block_mask.seq_lengths) != (query.shape[2], key.shape[2]):
-        raise ValueError(
-            f"block_mask: is of {block_mask.seq_lengths} queries and keys, but q and k have "
-            f"{query.shape[2]} and {key.shape[2]}; create it with Q_LEN and KV_LEN of q and k"
-        )
+    mask = None if block_mask is None else _mask_of(block_mask, query, key)
+    # As in torch: paged caches have one batch entry, of which the BlockMask shows each query its own pages.
+    if block_mask is not None and key.shape[0] == value.shape[0] == 1 < query.shape[0] == block_mask.shape[0]:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     out, lse = attention(query, key, value, mask, scale=scale, return_lse=True, score=score_mod)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return (out, lse) if return_lse else out
+
+
+def _check_outputs(return_lse: bool, return_aux: AuxRequest | None) -> None:
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise TypeError(f"return_aux: got {type(return_aux).__name__}, expected torch's AuxRequest or None")
+    if return_aux is not None and return_lse:
+        raise ValueError(
+            "return_lse: cannot be combined with return_aux; pass return_aux=AuxRequest(lse=True) alone"
+        )
+    if return_aux is not None and return_aux.max_scores:
+        raise ValueError("return_aux: max_scores is not supported; only lse is")
+
+
+def _mask_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Mask:
+    """The mask of a BlockMask, which is checked against the sizes of a call."""
+    mask = from_block_mask(block_mask)
+    if tuple(block_mask.seq_lengths) != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"block_mask: is of {block_mask.seq_lengths} queries and keys, but q and k have "
+            f"{query.shape[2]} and {key.shape[2]}; create it with Q_LEN and KV_LEN of q and k"
+        )
+    _expect_to_stand_for(block_mask, query.shape[0], query.shape[1])
+    return mask
 
 
 def from_block_mask(block_mask: BlockMask) -> Mask:
@@ -95,10 +124,95 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask: got {type(block_mask).__name__}, expected torch's BlockMask or None")
     with _lock:
-        if block_mask not in _known:
+        return _converted(block_mask).mask
+
+
+def _converted(block_mask: BlockMask) -> _Converted:
+    """What is kept of it, converted now if it is new or was changed, as for decoding. The lock is held."""
+    known, lengths = _known.get(block_mask), tuple(block_mask.seq_lengths)
+    if known is None or known.mask_mod() is not block_mask.mask_mod or known.seq_lengths != lengths:
+        with torch.no_grad():
+            mask = _convert(block_mask)
+        known = _Converted(mask, _reference(block_mask.mask_mod), lengths, set())
+        _known[block_mask] = known
+    return known
+
+
+def _reference(function: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(function)
+    except TypeError:  # some callables have no weak references
+        return lambda: function
+
+
+def _expect_to_stand_for(block_mask: BlockMask, batch: int, heads: int) -> None:
+    """Raises ValueError if the mask_mod differs between batch entries or heads for which the BlockMask has one plane.
+
+    In partial blocks torch's kernels evaluate the mask_mod of each of them.
+    """
+    with _lock:
+        sizes = _converted(block_mask).sizes
+        if (batch, heads) not in sizes:
             with torch.no_grad():
-                _known[block_mask] = _convert(block_mask)
-        return _known[block_mask]
+                _expect_alike(block_mask, batch, heads)
+            sizes.add((batch, heads))
+
+
+def _expect_alike(mask: BlockMask, batch: int, heads: int) -> None:
+    axes = {"batch entry": ("B", batch), "head": ("H", heads)}
+    single = [
+        name
+        for axis, (name, (_, size)) in enumerate(axes.items())
+        if mask.kv_num_blocks.shape[axis] == 1 < size and _depends(mask, axis)
+    ]
+    if not single or 0 in mask.seq_lengths:
+        return
+    try:
+        text, tensors = traced_mask(mask.mask_mod)
+    except ScoreError as error:
+        log.debug("block_mask: not compared between batch entries and heads: %s", error)
+        return
+    counts = [axes[name][1] if name in single else 1 for name in axes]
+    differ = [_differs(mask, plane, MaskMod(text), tensors, counts) for plane in _planes(mask)]
+    if bool(torch.stack(differ).any()):
+        sizes = " and ".join(f"{axes[name][0]}={axes[name][1]}" for name in single)
+        raise ValueError(
+            f"block_mask: was made for one {' and one '.join(single)}, but its mask_mod shows other pairs in others; "
+            f"create it with {sizes}"
+        )
+
+
+def _depends(mask: BlockMask, axis: int) -> bool:
+    """Whether the mask_mod reads b (axis 0) or h (axis 1): if so, under vmap over it the result is batched."""
+    zero = torch.zeros((), dtype=torch.int32, device=mask.kv_num_blocks.device)
+    found: list[bool] = []
+
+    def probe(*index: Tensor) -> Tensor:
+        seen: Tensor = mask.mask_mod(*index)
+        found.append(torch._C._functorch.is_batchedtensor(seen))
+        return seen
+
+    where: list[int | None] = [None] * 4
+    where[axis] = 0
+    torch.vmap(probe, tuple(where))(*(zero[None] if i == axis else zero for i in range(4)))
+    return found[0]
+
+
+def _differs(
+    mask: BlockMask, plane: _Blocks, text: MaskMod, tensors: tuple[Tensor, ...], counts: list[int]
+) -> Tensor:
+    """bool (): whether partial blocks differ among `counts` batch entries and heads. Indices past tensors are safe."""
+    device, (seq_q, seq_k) = plane.full.device, mask.seq_lengths
+    tensors = tuple(x.to(device) for x in tensors)
+    differ = torch.zeros((), dtype=torch.bool, device=device)
+    for row, column, visible in _evaluate(mask, plane):
+        at = {"q_idx": row[:, :, None].int(), "kv_idx": column[:, None, :].int()}
+        inside = (at["q_idx"] < seq_q) & (at["kv_idx"] < seq_k)
+        for b, h in product(*map(range, counts)):
+            more = {"b": torch.tensor(plane.batch + b), "h": torch.tensor(plane.head + h)}
+            seen = evaluate(text, at | {name: x.to(device) for name, x in more.items()}, tensors)
+            differ |= (inside & (seen != visible)).any()
+    return differ
 
 
 class _Blocks(NamedTuple):

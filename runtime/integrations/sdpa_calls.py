@@ -109,8 +109,8 @@ def _why_not_options(dropout_p: float, is_causal: bool, scale: float | None, ena
         return "is_causal or enable_gqa is not a bool"  # torch raises for it
     if scale is None:
         return None
-    if not isinstance(scale, (int, float, torch.SymFloat)) or not is_scale(scale):
-        return f"scale is {scale}, not above 0 in float32"
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymFloat)) or not is_scale(scale):
+        return f"scale is {scale}, not a number above 0 in float32"
     return None
 
 

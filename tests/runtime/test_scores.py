@@ -122,6 +122,28 @@ def test_float16_is_read_at_every_call(kind: str) -> None:
     assert torch.equal(compiled(x.q), attnforge.attention(x.q, x.k, x.v, score=score))
 
 
+def test_integers_and_bools_are_read_as_int32() -> None:
+    """At every call; constants of a function as long as the score."""
+    x = draw(Shape(5, 7, 16, 1, 2), torch.float32, "cpu")
+    ids, shown = torch.arange(7) // 3, torch.arange(7) != 2
+
+    def alike(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(
+            (ids[i] == ids[j]) & shown[j], s + torch.zeros_like(s), torch.full_like(s, -math.inf)
+        )
+
+    score = scores.score_mod(alike)
+    for _ in range(2):
+        visible = (ids[:5, None] == ids) & shown
+        expected = attnforge.attention(x.q, x.k, x.v, attnforge.DenseMask(visible))
+        assert_close(attnforge.attention(x.q, x.k, x.v, score=score), expected)
+        ids.copy_(torch.arange(7) % 2)
+        shown.logical_not_()
+    ids[0] = 2**40
+    with pytest.raises(ScoreError, match="do not fit int32"):
+        scores.score_mod(alike)
+
+
 DOUBLES, FIVE = torch.zeros(3, dtype=torch.float64), [torch.randn(3) for _ in range(5)]
 LEAF = torch.ones(3, requires_grad=True)
 REFUSED = {

@@ -133,13 +133,14 @@ def test_same_as_torch(name: str, device: str, dtype: torch.dtype, tolerance: fl
     if name == "images":
         documents, text = DOCUMENTS.to(device), TEXT.to(device)
         mod = lambda b, h, q, k: (documents[q] == documents[k]) | (text[k] & text[q])  # noqa: E731
-    mask = create_block_mask(mod, 1, 1, 300, 300, device=device)
+    heads = 4 if name == "comb" else 1
+    mask = create_block_mask(mod, 1, heads, 300, 300, device=device)
     q, k, v = (
         torch.randn(2, heads, 300, 32, device=device, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
     )
     ours = attnforge.flex_attention(q, k, v, block_mask=mask, scale=0.3, enable_gqa=True)
     assert isinstance(ours, Tensor)
-    visible = create_mask(mod, 1, 1, 300, 300, device=device)
+    visible = create_mask(mod, 1, heads, 300, 300, device=device)
     theirs = F.scaled_dot_product_attention(q, k, v, visible, scale=0.3, enable_gqa=True)
     for a, b in zip(
         (ours, *torch.autograd.grad(ours.square().sum(), (q, k, v))),
@@ -185,6 +186,59 @@ def test_score_mods_as_torch_computes_them() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_block_mask_of_one_plane_does_not_stand_for_others() -> None:
+    """Where torch's kernels evaluate the mask_mod of each batch entry and head."""
+    q = torch.randn(2, 2, 40, 16)
+    shift = torch.tensor([[0, 3]])
+    batches: Mod = lambda b, h, i, j: i + 2 * b >= j  # noqa: E731
+    both: Mod = lambda b, h, i, j: i + shift[b, h] >= j  # noqa: E731 - of one batch entry
+    for mod, sizes, axes in ((batches, (None, 2), "B=2"), (both, (1, None), "H=2"), (both, (1, 2), "")):
+        mask = create_block_mask(mod, *sizes, 40, 40, device="cpu")
+        if axes:
+            with pytest.raises(ValueError, match=f"shows other pairs in others; create it with .*{axes}"):
+                attnforge.flex_attention(q, q, q, block_mask=mask)
+        else:
+            attnforge.flex_attention(q, q, q, block_mask=mask)
+    alike = create_block_mask(lambda b, h, i, j: (i >= j) | (b > 9), None, None, 40, 40, device="cpu")
+    attnforge.flex_attention(q, q, q, block_mask=alike)
+
+
+def test_a_changed_block_mask_is_converted_again() -> None:
+    """As for decoding: slices get their mask_mod and lengths afterwards."""
+    q = torch.randn(1, 2, 64, 16)
+    mask = create_block_mask(MODS["causal"][0], 1, 1, 64, 64, device="cpu", BLOCK_SIZE=64)
+    for offset in (0, 5):
+        mod: Mod = lambda b, h, i, j, offset=offset: i >= j + offset  # type: ignore[misc] # noqa: E731
+        mask.mask_mod = mod
+        assert torch.equal(
+            dense(attnforge.from_block_mask(mask), 64, 64), create_mask(mod, 1, 1, 64, 64, device="cpu")[0, 0]
+        )
+    mask.seq_lengths = (8, 64)
+    assert attnforge.flex_attention(q[:, :, :8], q, q, block_mask=mask).shape == (1, 2, 8, 16)  # type: ignore[union-attr]
+
+
+def test_one_batch_entry_of_keys() -> None:
+    """Paged caches: each batch entry of queries sees its own part of the same keys."""
+    q, k, v = (torch.randn(n, 2, 40, 16, requires_grad=True) for n in (2, 1, 1))
+    mod: Mod = lambda b, h, i, j: (i >= j) == (b > 0)  # noqa: E731
+    mask = create_block_mask(mod, 2, None, 40, 40, device="cpu")
+    ours: Any = attnforge.flex_attention(q, k, v, block_mask=mask)
+    theirs = F.scaled_dot_product_attention(
+        q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), create_mask(mod, 2, 1, 40, 40, device="cpu")
+    )
+    seen = create_mask(mod, 2, 1, 40, 40, device="cpu").any(-1, keepdim=True)
+    theirs = torch.where(seen, theirs, 0.0)
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(
+        torch.autograd.grad(ours.square().sum(), (q, k, v)),
+        torch.autograd.grad(theirs.square().sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="k: got batch 1"):
+        attnforge.flex_attention(q, k, v)
+
+
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, heads, 300, 16) for heads in (2, 1, 1))
     mask: BlockMask = create_block_mask(MODS["holes"][0], 1, 1, 300, 300, device="cpu")
@@ -194,6 +248,8 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         attnforge.flex_attention(q, k, v)
     with pytest.raises(ValueError, match="max_scores"):
         attnforge.flex_attention(q, q, q, return_aux=AuxRequest(max_scores=True))
+    with pytest.raises(ValueError, match="return_lse: cannot be combined with return_aux"):
+        attnforge.flex_attention(q, q, q, return_lse=True, return_aux=AuxRequest(lse=True))
     with pytest.raises(TypeError, match="block_mask: got tuple"):
         attnforge.flex_attention(q, q, q, block_mask=(1, 2))  # type: ignore[arg-type]
     short = create_block_mask(MODS["causal"][0], 1, 1, 200, 200, device="cpu")

@@ -99,6 +99,7 @@ def test_same_as_torch(
         ({"dtype": torch.float16}, {}, "torch.float16"),
         ({}, {"attn_mask": nn.Parameter(torch.ones(33, 33) > 0, requires_grad=False)}, "is a Parameter"),
         ({}, {"scale": torch.tensor(0.5)}, "scale is 0.5"),
+        ({}, {"scale": True}, "scale is True"),
     ],
 )
 def test_the_rest_is_torchs_and_told_once(
