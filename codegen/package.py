@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from keyword import iskeyword
+from sys import stdlib_module_names
 from typing import Any
 
 from attnforge import __version__
@@ -35,6 +36,8 @@ _HUB_NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")  # what `kernels` takes
 _RESERVED = {
     "attnforge",
     "torch",
+    "numpy",
+    "setuptools",
     "setup",
     "verify",
     "build_variant",
@@ -45,6 +48,9 @@ _RESERVED = {
     "binding",
     "native",
 }
+_TAKEN = (
+    _RESERVED | stdlib_module_names
+)  # setup.py runs in the folder that holds the package, and would import it
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Tree:
     revision: Revision | None = None  # recorded by the contract hf-kernels; None: not a git checkout
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name) or self.name in _RESERVED or iskeyword(self.name):
+        if not _NAME.fullmatch(self.name) or self.name in _TAKEN or iskeyword(self.name):
             raise ValueError(
                 f"name: got {self.name!r}, expected a lower-case module name that is not taken, such as my_attention"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,7 +79,7 @@ def export(
         kinds = _masks(masks, challenge)
         items = exporting.collect(target, _shapes(shapes, head_dims, challenge), types, kinds, directions)
     tree = Tree(name or NAME, target, items, kind, exporting.revision())
-    paths = exporting.write(tree, out, f"attnforge {' '.join(_arguments())}")
+    paths = exporting.write(tree, out, shlex.join(("attnforge", *_arguments())))
     echo(f"{out}: {len(items)} kernels for {target.value} in {len(paths)} files")
     build = "build_variant.py" if tree.hub else "setup.py build_ext --inplace"
     echo(f"build and check it there: python {build} && python verify.py")
@@ -86,7 +87,8 @@ def export(
 
 def _arguments() -> list[str]:
     """The command line, which the written files record as their origin."""
-    return ["export", *(word for word in sys.argv[2:] if sys.argv[1:2] == ["export"])]
+    given = [word for word in sys.argv[1:] if word != "--traceback"]
+    return given if given[:1] == ["export"] else ["export"]
 
 
 def _masks(named: tuple[str, ...], challenge: bool) -> tuple[Mask, ...]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+
+from attnforge.runtime.build.errors import CacheError
 
 CACHE_DIR = "ATTNFORGE_CACHE_DIR"
 TABLES = "ATTNFORGE_TABLES"
@@ -48,7 +52,7 @@ class Settings:
 def settings() -> Settings:
     """The current settings. Read again at each call, so that a test or a notebook can change them.
 
-    Raises SettingsError, a ValueError that names the variable, for an invalid value.
+    Raises SettingsError, a ValueError that names the variable, for an invalid value, and CacheError without a home.
     """
     for name, meant in unknown_variables().items():
         if name not in _warned:
@@ -104,12 +108,24 @@ def _number(name: str, words: str) -> int:
 
 def _tables() -> tuple[Path, ...]:
     given = [part for part in os.environ.get(TABLES, "").split(os.pathsep) if part]
-    default = platformdirs.user_data_path("attnforge", appauthor=False) / "tables"
-    return tuple(Path.cwd() / Path(part).expanduser() for part in given) or (default,)
+    if not given:
+        return (_of_user(platformdirs.user_data_path) / "tables",)
+    return tuple(Path.cwd() / Path(part).expanduser() for part in given)
+
+
+def _of_user(folder: Callable[..., Path]) -> Path:
+    """A folder of platformdirs, which raises or leaves the "~" if neither HOME nor the user database names a home."""
+    with contextlib.suppress(RuntimeError):
+        path = folder("attnforge", appauthor=False)
+        if path.parts[0] != "~":
+            return path
+    raise CacheError(
+        f"this user has no home directory; set HOME, or both {CACHE_DIR} and {TABLES}, to directories of your own"
+    )
 
 
 def _cache_dir() -> Path:
     given = os.environ.get(CACHE_DIR)
-    path = Path(given).expanduser() if given else platformdirs.user_cache_path("attnforge", appauthor=False)
+    path = Path(given).expanduser() if given else _of_user(platformdirs.user_cache_path)
     # Not resolve(): the cache refuses a symbolic link, so the last component must be kept.
     return Path.cwd() / path

@@ -38,16 +38,18 @@ LINK_FLAGS = ("-Wl,--exclude-libs,libstdc++.a",)
 PREBUILT = Path(__file__).parent / "prebuilt"
 
 # It also loads the result: what does not load is not published. ninja comes from its package, not the PATH.
+# torch quotes its folders of headers but not that of its libraries, which may have a space.
 BUILD = """
-import os, sys
+import os, shlex, sys
 import ninja
 directory, compiler, count, *flags = sys.argv[1:]
 count = int(count)
 os.environ["PATH"] = ninja.BIN_DIR + os.pathsep + os.environ.get("PATH", "")
 os.environ["CXX"] = compiler
-from torch.utils.cpp_extension import load
-load("attnforge_launcher", [directory + "/launcher.cpp"], extra_cflags=flags[:count],
-     extra_ldflags=flags[count:], build_directory=directory, is_python_module=False, with_cuda=False)
+from torch.utils import cpp_extension
+cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
+cpp_extension.load("attnforge_launcher", [directory + "/launcher.cpp"], extra_cflags=flags[:count],
+    extra_ldflags=flags[count:], build_directory=directory, is_python_module=False, with_cuda=False)
 """
 
 _lock = threading.Lock()

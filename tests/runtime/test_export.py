@@ -6,8 +6,10 @@ import ast
 import dataclasses
 import json
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,10 +115,25 @@ def test_hopper_has_its_fast_float32_kernel_by_either_name(arch: str, tmp_path: 
     assert "TORCH_CUDA_ARCH_LIST=9.0a" in (tmp_path / "out/run.sh").read_text()
 
 
-@pytest.mark.parametrize("name", ["attnforge", "torch", "my-attention", "2nd", ""])
+@pytest.mark.parametrize("name", ["attnforge", "torch", "numpy", "json", "my-attention", "2nd", ""])
 def test_names_that_are_no_module_of_their_own(tree: Tree, name: str) -> None:
     with pytest.raises(ValueError, match="name"):
         dataclasses.replace(tree, name=name)
+
+
+def test_a_name_of_cpp_is_no_namespace(tree: Tree) -> None:
+    """`namespace int` and `namespace exp` do not compile."""
+    texts = dataclasses.replace(tree, name="int").files("attnforge export")
+    assert not any("namespace int {" in text for text in texts.values())
+    assert "namespace int_package {" in texts["int/kernels.h"]
+
+
+def test_the_command_is_recorded_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ["--traceback", "export", "--arch", "cpu", "--head-dim", "64", str(tmp_path / "my out")]
+    monkeypatch.setattr(sys, "argv", ["attnforge", *words])
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert f"attnforge {shlex.join(words[1:])}\n" in (tmp_path / "my out/README.md").read_text()
 
 
 def test_unions_of_spans_are_refused() -> None:

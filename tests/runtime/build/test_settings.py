@@ -7,7 +7,8 @@ from pathlib import Path
 import platformdirs
 import pytest
 
-from attnforge.runtime.build.settings import CACHE_DIR, CANARY, COMPILER, DISABLE, NO_JIT, settings
+from attnforge.runtime.build.errors import CacheError
+from attnforge.runtime.build.settings import CACHE_DIR, CANARY, COMPILER, DISABLE, NO_JIT, TABLES, settings
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +32,28 @@ def test_a_relative_directory_becomes_absolute(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(CACHE_DIR, "here")
     assert settings().cache_dir == tmp_path / "here"
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_user_without_a_home_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raises: bool
+) -> None:
+    """As in containers: platformdirs 4.14 raises, older ones name a folder "~" below the current one."""
+
+    def folder(*_: object, **__: object) -> Path:
+        if raises:
+            raise RuntimeError("could not determine the home directory")
+        return Path("~/.cache/attnforge")
+
+    monkeypatch.setattr(platformdirs, "user_cache_path", folder)
+    monkeypatch.setattr(platformdirs, "user_data_path", folder)
+    monkeypatch.delenv(TABLES, raising=False)
+    monkeypatch.delenv(CACHE_DIR, raising=False)
+    with pytest.raises(CacheError, match="no home directory; set HOME, or both ATTNFORGE_CACHE_DIR and"):
+        settings()
+    monkeypatch.setenv(CACHE_DIR, str(tmp_path))
+    monkeypatch.setenv(TABLES, str(tmp_path))
+    assert settings().tables == (tmp_path,)
 
 
 @pytest.mark.parametrize(

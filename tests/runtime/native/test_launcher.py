@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -58,6 +59,21 @@ def test_a_static_libstdcxx_stays_inside(tmp_path: Path) -> None:
         )
         exported.append("_ZNSt7num_putI" in symbols.stdout)
     assert exported == [True, False]
+
+
+def test_torch_may_be_in_a_folder_with_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch passes -L<its folder of libraries> to the shell unquoted."""
+    extension = ModuleType("torch.utils.cpp_extension")
+    links: list[str] = []
+    extension.__dict__["TORCH_LIB_PATH"] = "/my env/torch/lib"
+    extension.__dict__["load"] = lambda *_, **__: links.append(extension.__dict__["TORCH_LIB_PATH"])
+    monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", extension)
+    monkeypatch.setattr(torch.utils, "cpp_extension", extension, raising=False)
+    monkeypatch.setattr(sys, "argv", ["-c", "/build", "g++", "1", "-O2"])
+    for name in ("PATH", "CXX"):
+        monkeypatch.setenv(name, "/usr/bin")
+    exec(compile(launcher.BUILD, "build", "exec"), {})  # noqa: S102
+    assert links == ["'/my env/torch/lib'"]
 
 
 def test_failed_build_says_why_and_publishes_nothing(cache_dir: Path) -> None:
