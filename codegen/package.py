@@ -48,9 +48,8 @@ _RESERVED = {
     "binding",
     "native",
 }
-_TAKEN = (
-    _RESERVED | stdlib_module_names
-)  # setup.py runs in the folder that holds the package, and would import it
+# setup.py runs in the folder that holds the package, and would import it in the place of another module.
+_TAKEN = _RESERVED | stdlib_module_names
 
 
 @dataclass(frozen=True)
