@@ -192,8 +192,8 @@ def test_a_block_mask_of_one_plane_does_not_stand_for_others() -> None:
     shift = torch.tensor([[0, 3]])
     batches: Mod = lambda b, h, i, j: i + 2 * b >= j  # noqa: E731
     both: Mod = lambda b, h, i, j: i + shift[b, h] >= j  # noqa: E731 - of one batch entry
-    for mod, sizes, axes in ((batches, (None, 2), "B=2"), (both, (1, None), "H=2"), (both, (1, 2), "")):
-        mask = create_block_mask(mod, *sizes, 40, 40, device="cpu")
+    for mod, batch, heads, axes in ((batches, None, 2, "B=2"), (both, 1, None, "H=2"), (both, 1, 2, "")):
+        mask = create_block_mask(mod, batch, heads, 40, 40, device="cpu")
         if axes:
             with pytest.raises(ValueError, match=f"shows other pairs in others; create it with .*{axes}"):
                 attnforge.flex_attention(q, q, q, block_mask=mask)
