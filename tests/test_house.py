@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
 FILES = [
@@ -245,6 +248,21 @@ def test_rendering_and_the_cache_need_no_torch() -> None:
     """Compiling ahead of time, listing the cache and the workers of a search start fast."""
     code = "import sys, attnforge.codegen.render, attnforge.runtime.build.cache; sys.exit('torch' in sys.modules)"
     assert subprocess.run((sys.executable, "-c", code)).returncode == 0
+
+
+def test_pinned_packages_take_the_oldest_python() -> None:
+    """Otherwise `make test` cannot install there; the documentation's packages, pinned last, are another matter."""
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    pins, _, of_docs = (ROOT / "constraints.txt").read_text().partition("# What the documentation's site")
+    assert oldest
+    assert of_docs
+    refusing = {}
+    for name in re.findall(r"^([\w.-]+)==", pins, re.MULTILINE):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            accepted = metadata.metadata(name).get("Requires-Python") or ""
+            if not SpecifierSet(accepted).contains(oldest[1]):
+                refusing[name] = accepted
+    assert refusing == {}
 
 
 def test_no_flag_relaxes_arithmetic() -> None:
