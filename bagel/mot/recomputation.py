@@ -43,7 +43,9 @@ class Held:
         held = inputs if torch.compiler.is_compiling() else _Hold.apply(*inputs)  # type: ignore[no-untyped-call]
         self.inputs: tuple[Tensor, ...] = held
         self._node: Any = None if held is inputs else held[0].grad_fn
-        self._places = {x.data_ptr(): i for i, x in enumerate(self.inputs) if x.numel()}
+        self._places: dict[int, int] = {}
+        if self._node is not None:  # torch 2.11 cannot trace addresses as keys
+            self._places = {x.data_ptr(): i for i, x in enumerate(self.inputs) if x.numel()}
         self._shapes = [x.shape for x in self.inputs]
         self._recomputed: dict[int, Tensor] = {}
 
