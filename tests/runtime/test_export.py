@@ -271,6 +271,8 @@ def test_schema_and_fakes_are_right(package: ModuleType) -> None:
         ({"mask": torch.ones(8, 9, dtype=torch.bool)}, r"mask: got shape \[8, 9\]"),
         ({"mask": torch.ones(8, 8)}, r"mask: is Float, expected bool"),
         ({"mask": "banded"}, r"mask: got 'banded'"),
+        ({"mask": 5}, r"mask: got 5, expected None"),
+        ({"mask": (1, 2)}, r"mask: got \(1, 2\), expected None"),
         ({"scale": -1.0}, r"scale: got -1"),
     ],
 )
