@@ -159,7 +159,7 @@ def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
     ]
     sums = torch.stack([torch.stack(pair) for pair in squares])
     dist.all_reduce(sums)
-    return float((sums[:, 0] / sums[:, 1]).sqrt().max().nan_to_num(torch.inf))
+    return float((sums[:, 0] / sums[:, 1]).sqrt().max().nan_to_num(torch.inf, posinf=torch.inf))
 
 
 def show(tokens: int, setups: list[Setup]) -> float:

@@ -209,7 +209,7 @@ def error_of(call: Callable[[Data], tuple[Tensor, ...]], d: Data, exact: list[Te
     for x, y in zip((*outputs, *gradients), exact, strict=True):
         allowed = LIMITS[dtype] * y.abs() + 1e-5 * y.abs().max()
         error = (x.double() - y).abs() / allowed.clamp(min=1e-30)
-        worst = max(worst, error.max().nan_to_num(torch.inf).item())  # Python's max would drop NaN
+        worst = max(worst, error.max().nan_to_num(torch.inf, posinf=torch.inf).item())  # max would drop NaN
     return worst
 
 

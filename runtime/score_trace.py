@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import MAX_TENSORS, Formula, Program, ScoreError, ScoreMod
@@ -27,6 +28,9 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 FLOATS = (torch.float32, torch.bfloat16)  # of captured tensors as kernels read them
 _NARROWED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64)  # which kernels read as int32
+
+
+_fitting: Any = WeakIdKeyDictionary()  # the versions of int64 tensors whose values fit int32
 
 
 class _Indexing(TorchFunctionMode):
@@ -96,8 +100,7 @@ def traced(function: ScoreFunction) -> tuple[str, tuple[Tensor, ...]]:
     """(text, captured tensors) of a function (score, b, h, q_idx, kv_idx). Raises ScoreError naming what is wrong."""
     try:
         translation = _Translation(_graph(function, ScoreMod.leaves), ScoreMod.leaves)
-        for x in translation.tensors:
-            _expect_int32(x)
+        torch.compiler.disable(_check_integers)(translation.tensors)
         tensors = _captured(translation.tensors)
         text = _text(ScoreMod, function, translation, tensors)
     except ScoreError as error:
@@ -125,9 +128,7 @@ def traced_mask(
     """
     try:
         translation = _Translation(_graph(function, MaskMod.leaves), MaskMod.leaves, fixed or {})
-        for x in translation.tensors:
-            _expect_one(x)
-            _expect_int32(x)
+        torch.compiler.disable(_check_mask)(translation.tensors)
         tensors = _captured([as_read(x) for x in translation.tensors])
         text = _text(MaskMod, function, translation, tensors)
     except ScoreError as error:
@@ -193,12 +194,24 @@ def _expect_one(x: Tensor) -> None:
         x = get_unwrapped(x)
 
 
-def _expect_int32(x: Tensor) -> None:
-    """Raises ScoreError for values of int64 that do not fit int32, which waits for the device."""
-    while is_functorch_wrapped_tensor(x):
-        x = get_unwrapped(x)
-    if x.dtype == torch.int64 and bool((x != x.to(torch.int32)).any()):
-        raise ScoreError("a captured tensor is torch.int64, and some of its values do not fit int32")
+def _check_mask(tensors: Sequence[Tensor]) -> None:
+    for x in tensors:
+        _expect_one(x)
+    _check_integers(tensors)
+
+
+def _check_integers(tensors: Sequence[Tensor]) -> None:
+    """Raises ScoreError for values of int64 that do not fit int32. Waits for the device, once for each change of x."""
+    for x in tensors:
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        if x.dtype != torch.int64:
+            continue
+        version = None if x.is_inference() else x._version
+        if version is None or _fitting.get(x) != version:
+            if bool((x != x.to(torch.int32)).any()):
+                raise ScoreError("a captured tensor is torch.int64, and some of its values do not fit int32")
+            _fitting[x] = version
 
 
 def as_read(x: Tensor) -> Tensor:

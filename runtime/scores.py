@@ -118,7 +118,8 @@ def score_mod(function: ScoreFunction) -> Score:
 
     It is traced once, with scalar tensors: float32 for the score, int32 for the indices. Tensors that it reads
     (at most 4; float32, bfloat16, float16, bool, integers) are captured, and read again at every call. Whether values
-    of int64 fit int32 is checked while tracing, which waits for the device.
+    of int64 fit int32 is checked while tracing, which waits for the device. All integers are computed as int32: they
+    wrap around at 32 bits, also where torch would at 8 or 64.
     Raises ScoreError, a ValueError, that names an operation which cannot be translated.
     """
     text, tensors = traced(function)

@@ -109,11 +109,11 @@ def _number(name: str, words: str) -> int:
 def _tables() -> tuple[Path, ...]:
     given = [part for part in os.environ.get(TABLES, "").split(os.pathsep) if part]
     if not given:
-        return (_of_user(platformdirs.user_data_path) / "tables",)
+        return (_user_folder(platformdirs.user_data_path) / "tables",)
     return tuple(Path.cwd() / Path(part).expanduser() for part in given)
 
 
-def _of_user(folder: Callable[..., Path]) -> Path:
+def _user_folder(folder: Callable[..., Path]) -> Path:
     """A folder of platformdirs, which raises or leaves the "~" if neither HOME nor the user database names a home."""
     with contextlib.suppress(RuntimeError):
         path = folder("attnforge", appauthor=False)
@@ -126,6 +126,6 @@ def _of_user(folder: Callable[..., Path]) -> Path:
 
 def _cache_dir() -> Path:
     given = os.environ.get(CACHE_DIR)
-    path = Path(given).expanduser() if given else _of_user(platformdirs.user_cache_path)
+    path = Path(given).expanduser() if given else _user_folder(platformdirs.user_cache_path)
     # Not resolve(): the cache refuses a symbolic link, so the last component must be kept.
     return Path.cwd() / path

@@ -1,6 +1,6 @@
 """Whether all ranks make the same call of context parallelism. Otherwise they would hang, or compute wrong results.
 
-Compared is one number, a hash of the arguments, by an all-reduce. Only if it differs are the arguments themselves
+An all-reduce compares one number, a hash of the arguments. Only if it differs are the arguments themselves
 gathered, for a message that every rank raises.
 """
 
@@ -21,7 +21,7 @@ ERROR = "error"  # the name under which a rank tells the others that its argumen
 
 
 def describe(**arguments: object) -> dict[str, str]:
-    """Arguments in words, with a number for what a mask or a score is. Copies spans to the host, which synchronizes."""
+    """Arguments in words, with hashes of a mask's contents and of a function's text. Copies to the host."""
     return {name: _describe(x) for name, x in arguments.items()}
 
 
@@ -37,7 +37,8 @@ def _describe(x: object) -> str:
         sums = (x.data.sum(axis, dtype=torch.int64).cpu().numpy().tobytes() for axis in (-1, -2))
         return f"DenseMask {tuple(x.shape)}, contents {_hash(b''.join(sums)):x}"
     if isinstance(x, FunctionMask):
-        return f"mask_mod {tuple(x.shape)}, text {_hash(x.text.encode()):x}"
+        read = b"".join(t.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes() for t in x.tensors)
+        return f"mask_mod {tuple(x.shape)}, text {_hash(x.text.encode()):x}, contents {_hash(read):x}"
     if isinstance(x, Score):
         return (
             f"a function, text {_hash(x.text.encode()):x}, of tensors {[tuple(t.shape) for t in x.tensors]}"
@@ -46,7 +47,7 @@ def _describe(x: object) -> str:
 
 
 def can_compare() -> bool:
-    """Not in a trace or the capture of a CUDA graph, which read no values."""
+    """False in a trace and while a CUDA graph is captured, where no values can be read."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -54,10 +55,10 @@ def can_compare() -> bool:
     )
 
 
-def in_detail() -> bool:
+def debug_is_detail() -> bool:
     """Whether TORCH_DISTRIBUTED_DEBUG is DETAIL, with which torch, too, compares the arguments of collectives."""
-    levels: Any = dist
-    return bool(levels.get_debug_level() == levels.DebugLevel.DETAIL)
+    module: Any = dist
+    return bool(module.get_debug_level() == module.DebugLevel.DETAIL)
 
 
 def expect_same(group: Any, device: torch.device, mine: Mapping[str, str]) -> None:

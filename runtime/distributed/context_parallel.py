@@ -39,9 +39,9 @@ from attnforge.runtime.dispatch import SCORE_GRADIENTS_IN_ANY_ORDER
 from attnforge.runtime.distributed.agreement import (
     ERROR,
     can_compare,
+    debug_is_detail,
     describe,
     expect_same,
-    in_detail,
 )
 from attnforge.runtime.distributed.cost import Partition, Shapes, fastest
 from attnforge.runtime.distributed.exchange import Attention, Call, all_gather, split_heads
@@ -234,7 +234,7 @@ class ContextParallel:
         TORCH_DISTRIBUTED_DEBUG=DETAIL, ranks compare their arguments: if these differ, or one rank's are refused, all
         ranks raise.
         """
-        with self._comparing() as mine:
+        with self._comparing(q) as mine:
             expect_layout("(batch, heads, rows, head_dim)", q=q, k=k, v=v)
             expect_scale(scale)
             expect_flags(return_lse=return_lse, deterministic=deterministic)
@@ -301,7 +301,7 @@ class ContextParallel:
         )
 
     def _with_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """`with_sinks`, of which the lse of padding rows, which attend to sinks neither, stays -inf."""
+        """`with_sinks`; the lse of padding rows stays -inf, since they do not attend to sinks either."""
         out, lse = with_sinks(out, lse, sinks)
         real = min(max(0, total - self.rank * lse.shape[2]), lse.shape[2])
         padding = lse.shape[2] - real
@@ -310,15 +310,16 @@ class ContextParallel:
     __call__ = attention
 
     @contextmanager
-    def _comparing(self) -> Iterator[dict[str, str] | None]:
+    def _comparing(self, q: object) -> Iterator[dict[str, str] | None]:
         """Around the checks of a call's arguments: gives a dict to describe them in, which all ranks then compare.
 
         At the first call and if torch's debug level is DETAIL; else gives None.
         """
-        if not can_compare() or (self._compared and not in_detail()):
+        if not can_compare() or (self._compared and not debug_is_detail()):
             yield None
             return
-        device = torch.device(self._device)
+        of_q = isinstance(q, Tensor) and q.device.type == self._device
+        device = q.device if of_q else torch.device(self._device)  # type: ignore[attr-defined]
         mine = describe(heads=self._heads, pieces=self._pieces)
         try:
             yield mine
@@ -395,7 +396,7 @@ class ContextParallel:
         if torch.compiler.is_compiling():
             return
         mod = mask if isinstance(mask, FunctionMask) else None
-        text, tensors = ("", ()) if score is None else (score.text, score.tensors)
+        text, tensors = ("", ()) if score is None else (score.text, score.captured)
         if score is not None or mod is not None:
             of_mask = () if mod is None else mod.tensors
             check_score(q, k, text, (*tensors, *of_mask), "" if mod is None else mod.text, (total, total))

@@ -91,7 +91,7 @@ def add_gradients(
     part = _part("score", score.text, local_slice.offset_indices, False)
     for (number, whole), gradient in zip(sums.items(), gradients, strict=True):
         into = _narrow(whole, number, part, local_slice)
-        into.add_(gradient[tuple(slice(size) for size in into.shape)])  # less what `_lengthened` added
+        into.add_(gradient[tuple(slice(size) for size in into.shape)])  # without what `_lengthened` added
 
 
 def mask_at(mask: FunctionMask, local_slice: LocalSlice, keys: int) -> FunctionMask:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 Forward = Callable[..., tuple[Tensor, None]]
+
+log = logging.getLogger("attnforge")
 
 
 def install(name: str, attention: Forward, torch_only: bool) -> None:
@@ -27,15 +30,20 @@ def install(name: str, attention: Forward, torch_only: bool) -> None:
 
     if int(transformers.__version__.partition(".")[0]) < 5:
         return  # their arguments and results differ
-    for kind, (cls_name, forward) in _MODELS.items():
-        model = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-        cls = getattr(model, cls_name)
+    for kind, (prefix, forward) in _MODELS.items():
+        try:
+            library = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+            cls, model = (getattr(library, f"{prefix}{part}") for part in ("Attention", "Model"))
+            if kind == "falcon":
+                library.FALCON_ATTENTION_CLASSES[name] = cls
+        except (ImportError, AttributeError) as error:
+            log.warning("register_huggingface: %s of this transformers is not supported: %s", prefix, error)
+            continue
         if not torch_only and not hasattr(cls, "_attnforge"):
             cls.__init__ = _keeping_config(cls.__init__)
+            model.forward = _giving_config(cls, model.forward)
             cls.forward = _choosing(name, functools.partial(forward, attention), cls.forward)
             cls._attnforge = True
-        if kind == "falcon":
-            model.FALCON_ATTENTION_CLASSES[name] = cls
 
 
 def _keeping_config(init: Callable[..., None]) -> Callable[..., None]:
@@ -47,10 +55,25 @@ def _keeping_config(init: Callable[..., None]) -> Callable[..., None]:
     return kept
 
 
+def _giving_config(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward: its attention modules that were made before `install` get their config, too."""
+
+    @functools.wraps(forward)
+    def given(self: Any, *arguments: Any, **named: Any) -> Any:
+        if not getattr(self, "_attnforge_given", False):
+            for module in self.modules():
+                if isinstance(module, cls):
+                    vars(module)["config"] = self.config
+            self._attnforge_given = True
+        return forward(self, *arguments, **named)
+
+    return given
+
+
 def _choosing(name: str, ours: Forward, theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def chosen(self: Any, *arguments: Any, **named: Any) -> Any:
-        config = getattr(self, "config", None)
+        config = getattr(self, "config", None)  # none where a layer runs without its model
         own = ours if getattr(config, "_attn_implementation", None) == name else theirs
         return own(self, *arguments, **named)
 
@@ -151,8 +174,8 @@ def _attend(
     dropout: float,
     output_attentions: bool,
 ) -> Tensor:
-    """Attention (B, Sq, H * D) with `biases` (B, H, 1, Sk), which do not count hidden keys as positions: they are lines
-    only where there is no mask.
+    """Attention, (B, Sq, H * D). `biases` (B, H, 1, Sk) do not count hidden keys as positions, so they are a line only
+    without a mask.
     """
     slopes = None
     if biases is not None and mask is None and biases.shape[-1] > 1:
@@ -172,7 +195,7 @@ def _attend(
 
 
 _MODELS: dict[str, tuple[str, Forward]] = {
-    "bloom": ("BloomAttention", _bloom),
-    "mpt": ("MptAttention", _mpt),
-    "falcon": ("FalconAttention", _falcon),
+    "bloom": ("Bloom", _bloom),
+    "mpt": ("Mpt", _mpt),
+    "falcon": ("Falcon", _falcon),
 }

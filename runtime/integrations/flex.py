@@ -39,7 +39,7 @@ class _Converted(NamedTuple):
     mask: Mask
     mask_mod: Callable[[], Any]  # a weak reference, since the function may hold the BlockMask
     seq_lengths: tuple[int, ...]
-    sizes: set[tuple[int, int]]  # batch and heads of q for which it stands
+    sizes: set[tuple[int, int]]  # batch and heads of q that it was checked for
 
 
 _known: weakref.WeakKeyDictionary[BlockMask, _Converted] = weakref.WeakKeyDictionary()
@@ -67,7 +67,8 @@ def flex_attention(
     kernel_options: ignored; they are for torch's kernels and do not change results.
     return_lse, return_aux: lse is the natural logarithm; differentiable.
     Raises ValueError for a score_mod that cannot be translated, for max_scores, for a BlockMask of other lengths, for
-    one made with B=None or H=None whose mask_mod differs between batch entries or heads, and as `attention`.
+    one made with B=None or H=None whose mask_mod differs in partial blocks between batch entries or heads, and as
+    `attention`.
     """
     if score_mod is not None and not isinstance(score_mod, Score) and not callable(score_mod):
         raise TypeError(f"score_mod: got {type(score_mod).__name__}, expected a function or None")
@@ -100,14 +101,18 @@ def _check_outputs(return_lse: bool, return_aux: AuxRequest | None) -> None:
 
 def _mask_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Mask:
     """The mask of a BlockMask, which is checked against the sizes of a call."""
-    mask = from_block_mask(block_mask)
-    if tuple(block_mask.seq_lengths) != (query.shape[2], key.shape[2]):
+    known = _known_of(block_mask)
+    if known.seq_lengths != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"block_mask: is of {block_mask.seq_lengths} queries and keys, but q and k have "
             f"{query.shape[2]} and {key.shape[2]}; create it with Q_LEN and KV_LEN of q and k"
         )
-    _expect_to_stand_for(block_mask, query.shape[0], query.shape[1])
-    return mask
+    size = (query.shape[0], query.shape[1])
+    if size not in known.sizes:
+        with torch.no_grad():
+            _expect_alike(block_mask, *size)
+        known.sizes.add(size)
+    return known.mask
 
 
 def from_block_mask(block_mask: BlockMask) -> Mask:
@@ -121,21 +126,21 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     code.
     Raises TypeError for anything but a BlockMask, ValueError if the DenseMask would be too large.
     """
+    return _known_of(block_mask).mask
+
+
+def _known_of(block_mask: BlockMask) -> _Converted:
+    """What is kept of it, converted now if it is new or was changed, as for decoding."""
     if not isinstance(block_mask, BlockMask):
         raise TypeError(f"block_mask: got {type(block_mask).__name__}, expected torch's BlockMask or None")
     with _lock:
-        return _converted(block_mask).mask
-
-
-def _converted(block_mask: BlockMask) -> _Converted:
-    """What is kept of it, converted now if it is new or was changed, as for decoding. The lock is held."""
-    known, lengths = _known.get(block_mask), tuple(block_mask.seq_lengths)
-    if known is None or known.mask_mod() is not block_mask.mask_mod or known.seq_lengths != lengths:
-        with torch.no_grad():
-            mask = _convert(block_mask)
-        known = _Converted(mask, _reference(block_mask.mask_mod), lengths, set())
-        _known[block_mask] = known
-    return known
+        known, lengths = _known.get(block_mask), tuple(block_mask.seq_lengths)
+        if known is None or known.mask_mod() is not block_mask.mask_mod or known.seq_lengths != lengths:
+            with torch.no_grad():
+                mask = _convert(block_mask)
+            known = _Converted(mask, _reference(block_mask.mask_mod), lengths, set())
+            _known[block_mask] = known
+        return known
 
 
 def _reference(function: Any) -> Callable[[], Any]:
@@ -145,20 +150,11 @@ def _reference(function: Any) -> Callable[[], Any]:
         return lambda: function
 
 
-def _expect_to_stand_for(block_mask: BlockMask, batch: int, heads: int) -> None:
+def _expect_alike(mask: BlockMask, batch: int, heads: int) -> None:
     """Raises ValueError if the mask_mod differs between batch entries or heads for which the BlockMask has one plane.
 
     In partial blocks torch's kernels evaluate the mask_mod of each of them.
     """
-    with _lock:
-        sizes = _converted(block_mask).sizes
-        if (batch, heads) not in sizes:
-            with torch.no_grad():
-                _expect_alike(block_mask, batch, heads)
-            sizes.add((batch, heads))
-
-
-def _expect_alike(mask: BlockMask, batch: int, heads: int) -> None:
     axes = {"batch entry": ("B", batch), "head": ("H", heads)}
     single = [
         name
@@ -167,15 +163,17 @@ def _expect_alike(mask: BlockMask, batch: int, heads: int) -> None:
     ]
     if not single or 0 in mask.seq_lengths:
         return
+    sizes = " and ".join(f"{axes[name][0]}={axes[name][1]}" for name in single)
     try:
         text, tensors = traced_mask(mask.mask_mod)
     except ScoreError as error:
-        log.debug("block_mask: not compared between batch entries and heads: %s", error)
-        return
+        raise ValueError(
+            f"block_mask: was made for one {' and one '.join(single)}, but its mask_mod reads which, and others "
+            f"cannot be compared ({error}); create it with {sizes}"
+        ) from None
     counts = [axes[name][1] if name in single else 1 for name in axes]
     differ = [_differs(mask, plane, MaskMod(text), tensors, counts) for plane in _planes(mask)]
     if bool(torch.stack(differ).any()):
-        sizes = " and ".join(f"{axes[name][0]}={axes[name][1]}" for name in single)
         raise ValueError(
             f"block_mask: was made for one {' and one '.join(single)}, but its mask_mod shows other pairs in others; "
             f"create it with {sizes}"

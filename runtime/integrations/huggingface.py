@@ -110,11 +110,11 @@ def _own_attention(config_module: str, config: str) -> str | None:
             if own := next((x for x in _OUTSIDE if x in names), None):
                 return own
             continue
-        for name, value in names.items():
+        for cls_name, value in list(names.items()):
             # A model that is made of others defines no attention: theirs may be in the interface.
             mine = isinstance(value, type) and value.__module__ == model.__name__ and "forward" in vars(value)
-            if mine and "Attention" in name and not getattr(value, "_attnforge", False):
-                return name
+            if mine and "Attention" in cls_name and not getattr(value, "_attnforge", False):
+                return cls_name
     return None
 
 

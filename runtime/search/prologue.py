@@ -154,8 +154,8 @@ def error_of(got: Sequence[Tensor], exact: Sequence[Tensor], dtype: DType) -> fl
     worst = 0.0
     for x, y in zip(got, exact, strict=True):
         allowed = LIMITS[dtype] * y.abs() + 1e-5 * y.abs().max()
-        # Python's max would drop NaN.
-        worst = max(worst, ((x.double() - y).abs() / allowed).max().nan_to_num(torch.inf).item())
+        error = (x.double() - y).abs() / allowed.clamp(min=1e-30)
+        worst = max(worst, error.max().nan_to_num(torch.inf, posinf=torch.inf).item())  # max would drop NaN
     return worst
 
 

@@ -210,6 +210,17 @@ def _sampled(check: Check, name: str, value: Tensor) -> Tensor:
 def _mask_of_sample(check: Check) -> Causal | Spans | DenseMask | FunctionMask | None:
     """Of a mask for each q head or kv head, the planes of the sampled heads."""
     case, mask = check.case, check.case.mask
+    if isinstance(mask, FunctionMask) and mask.shape[1] is not None:
+        return FunctionMask(
+            mask.text,
+            mask.tensors,
+            mask.seq_q,
+            mask.seq_k,
+            mask.device,
+            batch=mask.shape[0],
+            heads=check.heads_kv * case.heads_q // case.heads_kv,
+            visible_keys=mask.visible_keys,
+        )
     if not isinstance(mask, (Spans, DenseMask)):
         return mask
     planes = mask.planes[1] if isinstance(mask, Spans) else mask.shape[1]

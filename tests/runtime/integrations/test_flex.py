@@ -199,6 +199,12 @@ def test_a_block_mask_of_one_plane_does_not_stand_for_others() -> None:
                 attnforge.flex_attention(q, q, q, block_mask=mask)
         else:
             attnforge.flex_attention(q, q, q, block_mask=mask)
+    many = [torch.randint(0, 3, (40,)) for _ in range(5)]  # more tensors than can be translated
+    opaque = create_block_mask(
+        lambda b, h, i, j: sum(x[i] for x in many) + h >= 3, 1, None, 40, 40, device="cpu"
+    )
+    with pytest.raises(ValueError, match=r"cannot be compared .+; create it with H=2"):
+        attnforge.flex_attention(q[:1], q[:1], q[:1], block_mask=opaque)
     alike = create_block_mask(lambda b, h, i, j: (i >= j) | (b > 9), None, None, 40, 40, device="cpu")
     attnforge.flex_attention(q, q, q, block_mask=alike)
 

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -176,7 +177,15 @@ def test_masks_for_each_head_are_those_of_the_sampled_heads(
     if sampled:
         monkeypatch.setattr(sys.modules[verify.__module__], "WHOLE", 0)
     spans = unions(64, 64, 2, "cpu", (1, heads))
-    for mask in (spans, DenseMask(spans.visible(64, 64))) if heads == 4 else (spans,):
+    masks: tuple[Any, ...] = (spans,)
+    if heads == 4:
+        text = attnforge.masks.mask_mod(lambda b, h, i, j: i + h >= j, 64, 64, "cpu").text
+        masks = (
+            spans,
+            DenseMask(spans.visible(64, 64)),
+            FunctionMask(text, (), 64, 64, "cpu", batch=2, heads=4),
+        )
+    for mask in masks:
         case = replace(causal_case("causal/64", (2, 4, 2, 64, 8), DType.FLOAT32, CPU), mask=mask)
         check = make_check(case, direction)
         assert check.heads_kv == (1 if sampled else 2)
