@@ -51,7 +51,7 @@ def test_torchs_flash_backend_keeps_its_kernels(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_name_in_transformers_stands_for_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"sdpa": object()}
-    masks: dict[str, object] = {}
+    masks: dict[str, Any] = {}
 
     class AttentionInterface:
         register = staticmethod(known.__setitem__)
@@ -63,13 +63,14 @@ def test_the_name_in_transformers_stands_for_sdpa(monkeypatch: pytest.MonkeyPatc
         register = staticmethod(masks.__setitem__)
 
     transformers, utils = ModuleType("transformers"), ModuleType("transformers.masking_utils")
-    vars(transformers).update(AttentionInterface=AttentionInterface)
-    vars(utils).update(AttentionMaskInterface=AttentionMaskInterface, sdpa_mask=object())
+    vars(transformers).update(AttentionInterface=AttentionInterface, __version__="4.53.0")
+    masks_of_torch = {name: lambda name=name, **_: name for name in ("sdpa_mask", "eager_mask")}
+    vars(utils).update(AttentionMaskInterface=AttentionMaskInterface, **masks_of_torch)
     monkeypatch.setitem(sys.modules, "transformers", transformers)
     monkeypatch.setitem(sys.modules, "transformers.masking_utils", utils)
     attnforge.register_huggingface()
     assert known["attnforge"] is known["sdpa"]
-    assert masks["attnforge"] is vars(utils)["sdpa_mask"]
+    assert masks["attnforge"](config=None) == "sdpa_mask"
 
 
 def test_checkpointing_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
