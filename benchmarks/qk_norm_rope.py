@@ -35,7 +35,7 @@ from torch import Tensor
 import attnforge
 from attnforge.bagel.models import MODELS
 from attnforge.codegen.spec import Direction, DType
-from attnforge.runtime.search.prologue import CHECKED, LIMITS, Workload
+from attnforge.runtime.search.prologue import CHECKED, Workload, error_of
 from attnforge.runtime.search.timing import Effort, Timing, measure_interleaved
 
 HEADER = ("experts", "pass", "operator", "ms", "low", "high", "GB/s", "of copy", "of --peak", "error")
@@ -201,16 +201,13 @@ def operators(names: tuple[str, ...]) -> dict[str, Callable[[Data], tuple[Tensor
 # ---- Measuring
 
 
-def error_of(call: Callable[[Data], tuple[Tensor, ...]], d: Data, exact: list[Tensor], dtype: DType) -> float:
+def error_of_call(
+    call: Callable[[Data], tuple[Tensor, ...]], d: Data, exact: list[Tensor], dtype: DType
+) -> float:
     outputs = call(d)
     dout = [x.clone() for x in d.dout]  # Liger rotates gradients in place
     gradients = torch.autograd.grad(outputs, d.leaves, dout)
-    worst = 0.0
-    for x, y in zip((*outputs, *gradients), exact, strict=True):
-        allowed = LIMITS[dtype] * y.abs() + 1e-5 * y.abs().max()
-        error = (x.double() - y).abs() / allowed.clamp(min=1e-30)
-        worst = max(worst, error.max().nan_to_num(torch.inf, posinf=torch.inf).item())  # max would drop NaN
-    return worst
+    return error_of((*outputs, *gradients), exact, dtype)
 
 
 def moved(w: Workload, direction: Direction, two: bool) -> int:
@@ -253,7 +250,7 @@ def rows_of(w: Workload, names: tuple[str, ...], two: bool, peak: float | None) 
     wide = small.double()
     outputs = modules(wide)
     exact = [*outputs, *torch.autograd.grad(outputs, wide.leaves, wide.dout)]
-    errors = {name: error_of(call, small, exact, w.dtype) for name, call in calls.items()}
+    errors = {name: error_of_call(call, small, exact, w.dtype) for name, call in calls.items()}
     size = {direction: moved(w, direction, two) for direction in Direction}
     rows = []
     for direction, found in timings(calls, make(w, dtype, two), size).items():

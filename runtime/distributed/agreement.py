@@ -41,7 +41,7 @@ def _describe(x: object) -> str:
         return f"mask_mod {tuple(x.shape)}, text {_hash(x.text.encode()):x}, contents {_hash(read):x}"
     if isinstance(x, Score):
         return (
-            f"a function, text {_hash(x.text.encode()):x}, of tensors {[tuple(t.shape) for t in x.tensors]}"
+            f"a function, text {_hash(x.text.encode()):x}, of tensors {[tuple(t.shape) for t in x.captured]}"
         )
     return str(x)
 

@@ -40,23 +40,13 @@ def install(name: str, attention: Forward, torch_only: bool) -> None:
             log.warning("register_huggingface: %s of this transformers is not supported: %s", prefix, error)
             continue
         if not torch_only and not hasattr(cls, "_attnforge"):
-            cls.__init__ = _keeping_config(cls.__init__)
             model.forward = _giving_config(cls, model.forward)
             cls.forward = _choosing(name, functools.partial(forward, attention), cls.forward)
             cls._attnforge = True
 
 
-def _keeping_config(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def kept(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
-        init(self, config, *arguments, **named)
-        self.config = config
-
-    return kept
-
-
 def _giving_config(cls: type, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's forward: its attention modules that were made before `install` get their config, too."""
+    """A model's forward, which first gives its attention modules the config, also if it was built before `install`."""
 
     @functools.wraps(forward)
     def given(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -158,11 +148,16 @@ def _falcon(
     dropout = 0.0
     if alibi is not None:
         dropout = self.attention_dropout.p if self.training else 0.0
-        if attention_mask is not None and attention_mask.dtype.is_floating_point:
-            attention_mask = attention_mask[:, :1] > torch.finfo(attention_mask.dtype).min / 2
+        if attention_mask is not None:
+            attention_mask = visible_pairs(attention_mask[:, :1])
         alibi = alibi.view(q.shape[0], q.shape[1], 1, -1) * self.inv_norm_factor
     out = _attend(attention, self, (q, k, v), attention_mask, alibi, dropout, output_attentions)
     return self.dense(out), None
+
+
+def visible_pairs(mask: Tensor) -> Tensor:
+    """A model's mask as bool. Models hide keys by False, or in an additive mask by -inf or the dtype's least value."""
+    return mask > torch.finfo(mask.dtype).min / 2 if mask.dtype.is_floating_point else mask.bool()
 
 
 def _attend(

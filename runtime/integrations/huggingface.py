@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from attnforge.runtime.build.settings import disabled
+from attnforge.runtime.integrations import alibi_models
+from attnforge.runtime.integrations.alibi_models import visible_pairs
 from attnforge.runtime.integrations.flash_attn import documents
 from attnforge.runtime.masks import Causal, DenseMask, Spans
 from attnforge.runtime.ops import Mask, attention
@@ -54,8 +56,6 @@ def register_huggingface() -> None:
             f"register_huggingface: transformers {transformers.__version__} has no interface to register attention "
             "and masks with; install transformers>=4.53"
         ) from error
-    from attnforge.runtime.integrations import alibi_models
-
     off = disabled("attnforge.register_huggingface()", "attn_implementation='attnforge' runs as 'sdpa'")
     AttentionInterface.register(NAME, AttentionInterface()["sdpa"] if off else attention_forward)
     # Without it, models would pass no mask at all.
@@ -67,8 +67,9 @@ def torch_mask(*arguments: Any, config: Any = None, **named: Any) -> Tensor | No
     """transformers' mask function with ATTNFORGE_DISABLE=1: its mask for SDPA, or for a model's own attention."""
     from transformers.masking_utils import eager_mask, sdpa_mask
 
-    own = None if config is None else _own_attention(type(config).__module__, type(config).__name__)
-    mask: Tensor | None = (sdpa_mask if own is None else eager_mask)(*arguments, config=config, **named)
+    mask: Tensor | None = (sdpa_mask if _own_attention(config) is None else eager_mask)(
+        *arguments, config=config, **named
+    )
     return mask
 
 
@@ -77,7 +78,7 @@ def model_mask(*arguments: Any, config: Any = None, **named: Any) -> Tensor | No
 
     Such a model runs its own attention, which adds masks to the scores: a bool mask would hide nothing.
     """
-    own = None if config is None else _own_attention(type(config).__module__, type(config).__name__)
+    own = _own_attention(config)
     if own is not None:
         raise ValueError(
             f"attn_implementation: {own} computes attention itself, not through transformers' interface; use "
@@ -94,8 +95,12 @@ def model_mask(*arguments: Any, config: Any = None, **named: Any) -> Tensor | No
     return mask
 
 
-def _own_attention(config_module: str, config: str) -> str | None:
-    """The name of a class, if the model with this config and its module has attention outside of the interface."""
+def _own_attention(config: Any) -> str | None:
+    """The name of a class, if the model with this config has attention outside of the interface."""
+    return None if config is None else _own_class(type(config).__module__, type(config).__name__)
+
+
+def _own_class(config_module: str, config: str) -> str | None:
     if config == "Gemma4AudioConfig":  # the other parts of Gemma 4 use the interface
         return "Gemma4AudioAttention"
     package, _, name = config_module.rpartition(".configuration_")
@@ -119,7 +124,7 @@ def _own_attention(config_module: str, config: str) -> str | None:
 
 
 # As in masks.load_operators: Dynamo does not trace sys.modules.
-_own_attention._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_own_class._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def attention_forward(
@@ -204,8 +209,7 @@ def _refuse(dropout: float, arguments: dict[str, Any]) -> None:
 
 
 def _visible(mask: Tensor, samples: Spans | None, rows: int) -> Tensor:
-    """Models hide keys by False, or in an additive mask by -inf or the dtype's least value."""
-    visible = mask > torch.finfo(mask.dtype).min / 2 if mask.dtype.is_floating_point else mask.bool()
+    visible = visible_pairs(mask)
     return visible if samples is None else visible & samples.visible(rows, mask.shape[-1], mask.device)
 
 

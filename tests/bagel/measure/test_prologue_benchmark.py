@@ -24,11 +24,11 @@ def test_ours_and_bagels_modules_agree_with_float64(two: bool) -> None:
     calls = benchmark.operators(("attnforge", "bagel"))
     assert set(calls) == {"attnforge", "bagel"}
     for call in calls.values():
-        assert benchmark.error_of(call, data, exact, DType.FLOAT32) < 2
+        assert benchmark.error_of_call(call, data, exact, DType.FLOAT32) < 2
     exact[0] = exact[0].clone()
     for wrong_by in (1e-3, math.nan):
         exact[0][3, 1, 2] += wrong_by
-        assert benchmark.error_of(calls["attnforge"], data, exact, DType.FLOAT32) > 10
+        assert benchmark.error_of_call(calls["attnforge"], data, exact, DType.FLOAT32) > 10
 
 
 def test_one_expert_moves_no_v() -> None:
