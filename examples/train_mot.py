@@ -267,8 +267,15 @@ def earlier_lines(path: Path) -> list[str]:
     return text.split("\n")[:-1]
 
 
-def train(options: Options, say: Callable[[str], None] = click.echo) -> list[dict[str, float]]:
-    """Train until `options.steps`, from the latest checkpoint if there is one. One row for each step done here."""
+def train(
+    options: Options,
+    say: Callable[[str], None] = click.echo,
+    prepare: Callable[[MotModel], None] = lambda model: None,
+) -> list[dict[str, float]]:
+    """Train until `options.steps`, from the latest checkpoint if there is one. One row for each step done here.
+
+    `prepare` is called once with the new, sharded model.
+    """
     torch.use_deterministic_algorithms(options.deterministic)
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
@@ -280,6 +287,7 @@ def train(options: Options, say: Callable[[str], None] = click.echo) -> list[dic
             options.losses.parent.mkdir(parents=True, exist_ok=True)
         data = Synthetic(options.config, options.tokens)
         model = make_model(options, place)
+        prepare(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.0)
         first = resume(options.save, model, optimizer) if options.save else 0
         if first >= options.steps and place.rank == 0:
