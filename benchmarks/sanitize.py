@@ -2,6 +2,7 @@
 
     python benchmarks/sanitize.py --seconds 540 --log sanitize.log --markdown sanitize.md
     python benchmarks/sanitize.py --specs specs.json      # the kernels of a JSON list of specs instead
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/sanitize.py --part 1/4    # every fourth kernel, on one of four GPUs
 
 Needs a GPU. Each tool checks each kernel in a process of its own, several at a time: Hopper's kernels first, by
 memcheck, racecheck, synccheck and initcheck. Checks that do not start in time count as not run. The exit status is 1
@@ -25,6 +26,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from goals import part_of
 
 import attnforge
 from attnforge.codegen.families import make_plan
@@ -191,6 +193,7 @@ def parse() -> argparse.Namespace:
         default="",
         help="only kernels whose name contains this: bwd, sm90a_ (Hopper's own), sm90_ ...",
     )
+    parser.add_argument("--part", type=part_of, default=(0, 1), help="I/N: every Nth kernel, from the Ith on")
     parser.add_argument("--log", type=Path, help="write the output of the tools for kernels with reports")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     parser.add_argument("--specs", type=Path, help="JSON list of specs to check instead of the tuned tables")
@@ -204,7 +207,8 @@ def main() -> int:
         run_kernel(arguments.kernel, arguments.specs)
         return 0
     started = time.monotonic()
-    specs = [spec for spec in gpu_specs(arguments.specs) if arguments.only in spec.slug]
+    part, parts = arguments.part
+    specs = [spec for spec in gpu_specs(arguments.specs) if arguments.only in spec.slug][part::parts]
     if not specs:
         raise SystemExit(f"--only {arguments.only}: no kernel for this GPU has that in its name")
     program = sanitizer()
