@@ -2,12 +2,19 @@
 
     python benchmarks/step_time.py             # ours, SDPA per sample, FlexAttention as BAGEL calls it
     python benchmarks/step_time.py --packs pretrain/0 --operators attnforge,flex --markdown step.md
+    python benchmarks/step_time.py --operators attnforge,flex,cudnn-flex,fa3,sdpa [--fused-prologue]
 
 The layer is that of bagel/mot/layer.py, with both experts. Rows differ only in attention and in what is done for it.
 Ours: norms of q and k, rotary embedding and the way from experts' rows to the pack's order in one kernel, in the others
 torch's modules. FlexAttention: padding to the pack's length, copies to head-major layout and back, a BlockMask of all
 heads. SDPA: one dense mask and one call per sample, with k and v repeated. Noise images go to the generation expert,
 all other tokens to the understanding expert.
+
+Two operators need packages of their own (bagel/measure/layer_peers.py). `cudnn-flex` is cudnn.flex_attention of
+nvidia-cudnn-frontend: a plan of each row's intervals of keys. `fa3` is FlashAttention-3, which has no such mask: a
+varlen call of the causal splits and one of the others, whose keys and values are gathered once a call, a row for each
+split that sees it. Both take rows as they are, without padding and copies; with `--fused-prologue` they take q, k and v
+from the same kernel as ours, so that these rows differ in attention alone.
 
     layer   forward + backward with an existing mask; includes recomputation where layers are checkpointed
     step    the same with a new mask: the first layer of a micro-step
@@ -33,13 +40,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
+from attnforge.bagel.measure.fa4 import Unavailable
+from attnforge.bagel.measure.layer_peers import PEERS, Heads, make_peer
 from attnforge.bagel.measure.peers import with_peak
-from attnforge.bagel.mot.attention import Operator, make_operator
+from attnforge.bagel.mot.attention import OPERATORS, Operator, make_operator
 from attnforge.bagel.mot.layer import CONFIGS, MotConfig, MotLayer, Shared, share
 from attnforge.bagel.mot.model import rope_positions
 from attnforge.bagel.workloads import Workload, workload
 
-KINDS = {"attnforge": ("full", "selective", "none"), "flex": ("full", "none"), "sdpa": ("full",)}
+KINDS = {
+    "attnforge": ("full", "selective", "none"),
+    "flex": ("full", "none"),
+    "sdpa": ("full",),
+    **dict.fromkeys(PEERS, ("full", "none")),
+}
 HEADER = ("pack", "operator", "checkpointing", "layer ms", "step ms", "model ms", "memory GiB", "differs")
 
 
@@ -154,15 +168,44 @@ def line(cells: tuple[str, ...]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def operator_of(
+    name: str, config: MotConfig, tokens: int, dtype: torch.dtype, fused_prologue: bool = False
+) -> Operator:
+    """An operator of the layer or one of PEERS, for packs of so many tokens. Raises Unavailable, ValueError."""
+    if name in PEERS:
+        return make_peer(name, Heads(config.heads_q, config.heads_kv, config.head_dim, dtype), fused_prologue)
+    return make_operator(name, config.heads_q, tokens, dtype)
+
+
+def checked(operators: str, config: MotConfig, dtype: torch.dtype) -> tuple[str, ...]:
+    """The names, if all are known and installed: a long run should not end at its last row."""
+    names = tuple(operators.split(","))
+    for name in names:
+        if name not in KINDS:
+            accepted = ", ".join((*OPERATORS, *PEERS))
+            raise click.BadParameter(f"got {name!r}, accepted are {accepted}", param_hint="--operators")
+        try:
+            operator_of(name, config, 0, dtype)
+        except Unavailable as error:
+            raise click.ClickException(f"{name}: {error}") from error
+    return names
+
+
 def measure_pack(
-    layer: MotLayer, pack: Workload, operators: tuple[str, ...], config: MotConfig, repeats: int
+    layer: MotLayer,
+    pack: Workload,
+    operators: tuple[str, ...],
+    config: MotConfig,
+    repeats: int,
+    fused_prologue: bool,
 ) -> list[str]:
     """The lines of the table. Each row is also printed when it first runs, in case a later one takes too long."""
     rows: dict[tuple[str, str], Row] = {}
     wanted: Tensor | None = None
+    dtype = next(layer.parameters()).dtype
     for name in operators:
-        dtype = next(layer.parameters()).dtype
-        operator = make_operator(name, config.heads_q, pack.tokens, dtype)
+        operator = operator_of(name, config, pack.tokens, dtype, fused_prologue)
+        label = f"{name}, qk_norm_rope" if name in PEERS and fused_prologue else name
         for kind in KINDS[name]:
             bench = Bench(layer, pack, operator, kind, config)
             begin = time.perf_counter()
@@ -172,14 +215,14 @@ def measure_pack(
             wanted = grad.clone() if wanted is None else wanted
             differs = difference(grad, wanted)
             del grad
-            rows[name, kind] = Row(bench, bench.memory(), differs)
-            rows[name, kind].measure(2)
-            text = line(rows[name, kind].cells(name))
+            rows[label, kind] = Row(bench, bench.memory(), differs)
+            rows[label, kind].measure(2)
+            text = line(rows[label, kind].cells(label))
             click.echo(f"{text} first call {first:.1f} s, compilation included")
     for _ in range(repeats):
         for row in rows.values():
             row.measure(2)
-    return [line(row.cells(name)) for (name, _), row in rows.items()]
+    return [line(row.cells(label)) for (label, _), row in rows.items()]
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -187,22 +230,34 @@ def measure_pack(
 @click.option(
     "--operators",
     default="attnforge,sdpa,flex",
-    help="Operators in this order; the others are compared with the first.",
+    help=f"Operators in this order, of {', '.join(KINDS)}; the others are compared with the first.",
+)
+@click.option(
+    "--fused-prologue", is_flag=True, help=f"{' and '.join(PEERS)} after our qk_norm_rope, not torch's modules."
 )
 @click.option("--model", type=click.Choice(tuple(CONFIGS)), default="7B")
 @click.option("--repeats", default=5, help="Measurements of each row: two layers and one step.")
 @click.option("--device", default="cuda")
 @click.option("--markdown", type=click.Path(path_type=Path), help="Write the table to this file.")
-def main(packs: str, operators: str, model: str, repeats: int, device: str, markdown: Path | None) -> None:
+def main(
+    packs: str,
+    operators: str,
+    fused_prologue: bool,
+    model: str,
+    repeats: int,
+    device: str,
+    markdown: Path | None,
+) -> None:
     """Step time and memory of one decoder layer."""
     config = CONFIGS[model]
+    names = checked(operators, config, torch.bfloat16)
     torch.manual_seed(0)
     with torch.device(device):
         layer = MotLayer(config, make_operator("attnforge", config.heads_q, 0)).to(torch.bfloat16)
     where = torch.cuda.get_device_name() if device == "cuda" else device
     lines = [line(HEADER), line(("---",) * len(HEADER))]
     for name in packs.split(","):
-        lines += measure_pack(layer, workload(name), tuple(operators.split(",")), config, repeats)
+        lines += measure_pack(layer, workload(name), names, config, repeats, fused_prologue)
     title = f"One layer of {model}, forward + backward, bf16, {where}, torch {torch.__version__}"
     text = "\n".join((title, "", *lines))
     click.echo(text)

@@ -14,6 +14,7 @@ from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.reference import visible_rows
 
 CHUNK = 1 << 26  # pairs that are held at a time
+INSTALL = "pip install 'nvidia-cudnn-frontend[cutedsl]==1.32.0'"
 MOST = 33  # endpoints of a row: masks of more intervals are not what it is for
 
 
@@ -29,24 +30,38 @@ def attention(case: Case) -> Attention:
 
 def planner(case: Case) -> Callable[[], Attention]:
     """A function that plans the case's mask anew and returns the attention. Raises as `attention`."""
-    if not installed():
-        raise Unavailable("nvidia-cudnn-frontend with flex_attention is not installed")
-    cudnn = importlib.import_module("cudnn")
+    require()
     ends = endpoints(case)
     x = case.inputs()
 
     def planned() -> Attention:
-        plan = cudnn.create_mask_plan(ends, _bshd(x.q), _bshd(x.k), _bshd(x.v), build_backward=True)
-
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = cudnn.flex_attn_func(
-                _bshd(q), _bshd(k), _bshd(v), mask_plan=plan, softmax_scale=case.scale
-            )
-            return out.transpose(1, 2)
-
-        return call
+        attend = plan(ends, _bshd(x.q), _bshd(x.k), _bshd(x.v), case.scale)
+        return lambda q, k, v: attend(_bshd(q), _bshd(k), _bshd(v)).transpose(1, 2)
 
     return planned
+
+
+def require() -> None:
+    """Imports it. Raises Unavailable without a cuDNN frontend with flex_attention."""
+    if not installed():
+        raise Unavailable(f"nvidia-cudnn-frontend with flex_attention is not installed: {INSTALL}")
+    cudnn = importlib.import_module("cudnn")
+    try:
+        cudnn.create_mask_plan  # noqa: B018 (loaded at first use, with packages that may be missing)
+    except ImportError as error:
+        raise Unavailable(f"cudnn.flex_attention cannot be loaded: {error}; {INSTALL}") from error
+
+
+def plan(ends: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Attention:
+    """The attention of a mask as `endpoints` has it, on tensors (batch, seq, heads, head_dim) of these sizes."""
+    cudnn = importlib.import_module("cudnn")
+    made = cudnn.create_mask_plan(ends, q, k, v, build_backward=True)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = cudnn.flex_attn_func(q, k, v, mask_plan=made, softmax_scale=scale)
+        return out
+
+    return call
 
 
 def _bshd(x: Tensor) -> Tensor:
