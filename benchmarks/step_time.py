@@ -233,7 +233,9 @@ def measure_pack(
     help=f"Operators in this order, of {', '.join(KINDS)}; the others are compared with the first.",
 )
 @click.option(
-    "--fused-prologue", is_flag=True, help=f"{' and '.join(PEERS)} after our qk_norm_rope, not torch's modules."
+    "--fused-prologue",
+    is_flag=True,
+    help=f"{' and '.join(PEERS)} after our qk_norm_rope, not torch's modules.",
 )
 @click.option("--model", type=click.Choice(tuple(CONFIGS)), default="7B")
 @click.option("--repeats", default=5, help="Measurements of each row: two layers and one step.")

@@ -72,7 +72,9 @@ def _library() -> Path:
 
 def _load(library: Path) -> None:
     try:
-        runtime = next((path for folder in sys.path if (path := Path(folder, RUNTIME)).exists()), RUNTIME.name)
+        runtime = next(
+            (path for folder in sys.path if (path := Path(folder, RUNTIME)).exists()), RUNTIME.name
+        )
         ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
         torch.ops.load_library(library)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Attention operators of a layer by other packages: cudnn.flex_attention and FlashAttention-3. See bagel/mot/attention.py.
+"""Attention operators of a layer by other packages: cudnn.flex_attention and FlashAttention-3.
 
-Both take q (T, heads_q, head_dim), k and v (T, heads_kv, head_dim) and compute attention under BAGEL's mask, which
-neither has. What the last row of each split sees is a few ranges of rows (`ranges_of`): the earlier splits of its
-sample that are not noise, then its own.
+They have the interface of those in bagel/mot/attention.py: q (T, heads_q, head_dim), k and v (T, heads_kv, head_dim),
+and a mask made once for a pack. Neither has BAGEL's mask. What the last row of a split sees is a few ranges of rows
+(`ranges_of`): earlier splits of its sample that are not noise, then its own split.
 
 cudnn.flex_attention takes these ranges as the endpoints of each row's intervals. FlashAttention-3 has no masks: each
 split is a sequence of a varlen call, whose keys and values are gathered, so that a row is copied once for each split

@@ -24,7 +24,7 @@ class Varlen:
         self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, num_splits: int, **options: Any
     ) -> tuple[Tensor, Tensor, None, None]:
         lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=torch.float64)
-        for rows, keys, seen in _sequences(q, k, **options):
+        for rows, keys, seen in sequences(q, k, **options):
             scores = _scores(q[rows], k[keys], seen)
             lse[:, rows] = scores.logsumexp(-1)
             out[rows] = _heads_last(scores.softmax(-1) @ _heads_first(v[keys], q)).to(out.dtype)
@@ -44,7 +44,7 @@ class Varlen:
         dv: Tensor,
         **options: Any,
     ) -> tuple[Tensor, ...]:
-        for rows, keys, seen in _sequences(q, k, **options):
+        for rows, keys, seen in sequences(q, k, **options):
             p = (_scores(q[rows], k[keys], seen) - softmax_lse[:, rows, None]).exp()
             of_out = _heads_first(dout[rows], q)
             delta = (of_out * _heads_first(out[rows], q)).sum(-1, keepdim=True)
@@ -55,7 +55,7 @@ class Varlen:
         return dq, dk, dv
 
 
-def _sequences(
+def sequences(
     q: Tensor,
     k: Tensor,
     *,
@@ -117,7 +117,9 @@ def cudnn() -> Any:
         assert all(x.stride(-1) == 1 for x in (q, k, v))
         return SimpleNamespace(ends=ends, sizes=[(x.shape, x.dtype) for x in (q, k, v)], back=build_backward)
 
-    def flex_attn_func(q: Tensor, k: Tensor, v: Tensor, *, mask_plan: Any, softmax_scale: float | None) -> Tensor:
+    def flex_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, *, mask_plan: Any, softmax_scale: float | None
+    ) -> Tensor:
         assert [(x.shape, x.dtype) for x in (q, k, v)] == mask_plan.sizes
         assert mask_plan.back
         assert softmax_scale is None

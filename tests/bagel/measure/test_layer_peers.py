@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import peer_standins
 import pytest
@@ -65,9 +66,8 @@ def inputs(tokens: int) -> tuple[Tensor, ...]:
     )
 
 
-def results(call: object, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+def results(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
     """The output and its gradients of q, k and v."""
-    assert callable(call)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = call(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
@@ -78,7 +78,7 @@ def results(call: object, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tupl
 def test_out_and_gradients_are_those_of_the_mask(peer: str, pack: str) -> None:
     args = lists(PACKS[pack])
     operator = make_peer(peer, HEADS)
-    mask = operator.mask(*args, CPU)
+    mask: Any = operator.mask(*args, CPU)
     seen = visible_from_definition(*args)
     x = inputs(sum(args[0]))
     found = results(lambda q, k, v: operator(q, k, v, mask), *x)
@@ -96,7 +96,7 @@ def test_sequences_of_varlen_calls_are_the_mask(samples: list[list[tuple[int, st
     count = torch.zeros(tokens, tokens, dtype=torch.int64)
     for keys, options in FlashAttention3().mask(*args, CPU):
         k = torch.empty(len(keys), 1)
-        for rows, gathered, seen in peer_standins._sequences(torch.empty(tokens, 1), k, **options):
+        for rows, gathered, seen in peer_standins.sequences(torch.empty(tokens, 1), k, **options):
             columns = torch.zeros(seen.shape[0], tokens, dtype=torch.int64)
             count[rows] += columns.index_add(1, keys[gathered], seen.long())
     assert torch.equal(count, visible_from_definition(*args).long())
@@ -154,8 +154,9 @@ def test_rows_without_a_gradient() -> None:
     q, k, v, _ = inputs(sum(args[0]))
     for name in PEERS:
         operator = make_peer(name, HEADS)
+        mask: Any = operator.mask(*args, CPU)
         with torch.no_grad():
-            out = operator(q, k, v, operator.mask(*args, CPU))
+            out = operator(q, k, v, mask)
         torch.testing.assert_close(out, peer_standins.dense(q, k, v, visible_from_definition(*args)))
 
 

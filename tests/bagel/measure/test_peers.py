@@ -6,7 +6,8 @@ import importlib
 import sys
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,6 +242,54 @@ def test_fa3_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(*TINY, DType.FLOAT32, CPU)
     x = case.inputs()
     torch.testing.assert_close(attention_of("fa3", case)(x.q, x.k, x.v), x.q + 3)
+
+
+def test_fa3_operators_of_either_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its interface first: both libraries cannot be loaded."""
+    loaded: list[str] = []
+    monkeypatch.setattr(fa3, "_loaded", lambda: bool(loaded))
+    monkeypatch.setattr(fa3, "_library", lambda: "xformers")
+    monkeypatch.setattr(fa3, "_load", loaded.append)
+    monkeypatch.setattr("attnforge.bagel.measure.fa3.importlib.import_module", loaded.append)
+    for there, name in ((True, fa3.MODULE), (False, "xformers")):
+        loaded.clear()
+        monkeypatch.setattr(fa3, "installed", lambda there=there: there)
+        for _ in range(2):
+            assert fa3.operators() is torch.ops.flash_attn_3
+        assert loaded == [name]
+
+
+def test_fa3_operators_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a package, with a library that is none, and with one that has other operators."""
+    monkeypatch.setattr(fa3, "_loaded", lambda: False)
+    monkeypatch.setattr(fa3, "installed", lambda: False)
+    monkeypatch.setattr(fa3, "find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match="not installed: pip install --no-deps xformers"):
+        fa3.operators()
+    library = tmp_path / fa3.LIBRARY
+    library.parent.mkdir()
+    library.write_bytes(b"no library")
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "none"), str(tmp_path)])
+    monkeypatch.setattr(fa3, "find_spec", lambda name: found)
+    with pytest.raises(Unavailable, match=r"cannot be loaded: .*pip install"):
+        fa3.operators()
+    monkeypatch.setattr(fa3, "_load", lambda path: None)
+    with pytest.raises(Unavailable, match="has no operators"):
+        fa3.operators()
+
+
+def test_cudnn_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frontend is there, its optional packages are not: it says so at the first use of a function."""
+
+    def missing(name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else ImportError(f"{name}: optional dependencies")
+
+    cudnn = ModuleType("cudnn")
+    monkeypatch.setattr(cudnn, "__getattr__", missing, raising=False)
+    monkeypatch.setattr(cudnn_flex, "installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    with pytest.raises(Unavailable, match=r"optional dependencies; pip install .*cutedsl"):
+        attention_of("cudnn-flex", make_case(*TINY, DType.FLOAT32, CPU))
 
 
 def test_fa3_gets_a_softcap_only_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
