@@ -224,13 +224,10 @@ class FlashAttention3:
         device: torch.device,
     ) -> list[Part]:
         splits = with_rows(sample_lens, split_lens, attn_modes)
+        pairs = list(zip(splits, ranges_of(splits), strict=True))
         parts = []
         for causal in (True, False):
-            chosen = [
-                (split, ranges)
-                for split, ranges in zip(splits, ranges_of(splits), strict=True)
-                if (split.mode == "causal") == causal
-            ]
+            chosen = [pair for pair in pairs if (pair[0].mode == "causal") == causal]
             if chosen:
                 of_part, seen = zip(*chosen, strict=True)
                 parts.append(part_of(of_part, seen, splits[-1].end, device))
