@@ -70,9 +70,10 @@ def run_goal(goal: Goal, case: Case, seconds: float = 0.6, most: int = 40, error
     entries: dict[str, Entry] = {}
     with memory_freed(case.device):
         calls, sets = _ready(goal, case, entries)
-        timings = _interleaved(calls, range(len(sets)), case.device, seconds, most)
+        calls[MATMUL], its_flops = matrix_product(case.device)
+        timings = interleaved(calls, range(len(sets)), case.device, seconds, most)
         for name, timing in timings.items():
-            flops = 2.0 * _side(case.device) ** 3 if name == MATMUL else _flops(goal, case)
+            flops = its_flops if name == MATMUL else _flops(goal, case)
             spread = timing.worst / timing.best
             entries[name] = Entry(timing.median, flops / timing.median / 1e9, spread, timing.repeats)
         calls.clear()
@@ -94,8 +95,11 @@ def _flops(goal: Goal, case: Case) -> float:
     return case.flops(Direction.FORWARD) * WORKS[goal.work]
 
 
-def _side(device: torch.device) -> int:
-    return 8192 if device.type == "cuda" else 256
+def matrix_product(device: torch.device) -> tuple[Call, float]:
+    """The ceiling beside which attentions are timed: a bf16 product of square matrices, and its flops."""
+    side = 8192 if device.type == "cuda" else 256
+    matrix = torch.randn(side, side, device=device, dtype=torch.bfloat16)
+    return lambda index: matrix @ matrix, 2.0 * side**3
 
 
 def _ready(goal: Goal, case: Case, entries: dict[str, Entry]) -> tuple[dict[str, Call], list[Inputs]]:
@@ -117,9 +121,6 @@ def _ready(goal: Goal, case: Case, entries: dict[str, Entry]) -> tuple[dict[str,
                 calls[name] = call
         except Unavailable as reason:
             entries[name] = Entry(note=str(reason))
-    side = _side(case.device)
-    matrix = torch.randn(side, side, device=case.device, dtype=torch.bfloat16)
-    calls[MATMUL] = lambda index: matrix @ matrix
     return calls, sets
 
 
@@ -151,10 +152,10 @@ def _step(name: str, case: Case, sets: Sequence[Inputs]) -> Call:
     return call
 
 
-def _interleaved(
+def interleaved(
     calls: dict[str, Call], indices: range, device: torch.device, seconds: float, most: int
 ) -> dict[str, Timing]:
-    """Interleaved calls, equally many of each, as the time allows."""
+    """Interleaved calls, equally many of each: about `seconds` in all, 3 to `most` of each."""
     inputs = [(index,) for index in indices]
     once = measure_interleaved(calls, inputs, device, Effort(repeats=1, least=1))
     repeats = int(seconds * 1e3 / sum(timing.median for timing in once.values()))
