@@ -1,21 +1,29 @@
 """The cost of scores: plain attention, softcap, ALiBi, biases and sinks, forward and backward, in one interleaved run.
 
-    python benchmarks/scores.py [--pack pretrain/0 causal/4x8192] [--peers flex fa3 mma] [--markdown FILE]
+    python benchmarks/scores.py [--pack pretrain/0 causal/4x8192] [--peers flex fa3 fa4 mma] [--markdown FILE]
 
 "softcap 50" has all scores of standard normal inputs within the cap, where tanh is a polynomial; "softcap 0.5" has
-tiles beyond it, which take the general tanh; "approximate" takes the hardware's. "learned" also computes the gradient
-of the table. "share" is the time of plain attention over the line's. `--peers` adds FlexAttention with the same scores,
-compiled for each, FlashAttention-3 with its softcap, and our own mma.sync kernels ("mma"), which Hopper takes where
-`sm90a` has none. The error is that of out, or the largest of dq, dk and dv,
-relative to their RMS, against the same formula in float64 on 64 queries in the middle and all keys of one head; of the
-backward with a dout of zeros elsewhere.
+tiles beyond it, which take the general tanh; "approximate" takes the hardware's. "bias" is a tensor (Sq, Sk), the same
+for all heads and batch entries. "learned" also computes the gradient of the table, the bias or the sinks. "share" is
+the time of plain attention over the line's. `--peers` adds
+
+    flex    FlexAttention with the same score, compiled for each; sinks by its lse, gradients by captured tensors
+    fa3     FlashAttention-3 with its softcap
+    fa4     FlashAttention-4 with its softcap and sinks, and with functions of benchmarks/fa4_scores.py
+    mma     our own mma.sync kernels, which Hopper takes where `sm90a` has none
+
+A peer whose results differ from ours by more than the dtype's roundings is named and not timed. The error is that of
+out, or the largest of dq, dk and dv, relative to their RMS, against the same formula in float64 on 64 queries in the
+middle and all keys of one head; of the backward with a dout of zeros elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +32,8 @@ from torch import Tensor
 
 import attnforge
 from attnforge import scores
-from attnforge.bagel.measure import fa3, peers
-from attnforge.bagel.measure.agreement import relative
+from attnforge.bagel.measure import fa3, fa4, peers
+from attnforge.bagel.measure.agreement import TOLERANCE, relative
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.fa4 import Unavailable
@@ -39,7 +47,8 @@ REACH = 128  # distances of the relative bias
 ROWS = 64  # queries of the check
 Function = Callable[..., Tensor]
 HEAD = (
-    "case, pass", "score", "ms", "TFLOP/s", "share of plain", "of FlexAttention", "of FA3", "of mma.sync", "error"
+    "case, pass", "score", "ms", "TFLOP/s", "share of plain", "of FlexAttention", "of FA3", "of FA4", "of mma.sync",
+    "error",
 )  # fmt: skip
 
 
@@ -51,40 +60,64 @@ class Contestant:
     function: Function | None
     sinks: Tensor | None = None
     learned: tuple[Tensor, ...] = ()  # that get a gradient, too
-    softcap: float | None = (
-        0.0  # of the same score in FlashAttention-3, 0 for none; None: it has no such score
-    )
+    softcap: float | None = 0.0  # of the same score in FlashAttention, 0 for none; None: it has no such score
+    cute: str = ""  # the function of benchmarks/fa4_scores.py that is the same score
+    reads: tuple[Tensor, ...] = ()  # by that function
 
 
 def contestants(case: Case) -> dict[str, Contestant]:
     """By name; "plain" is the first."""
     device, heads = case.device, case.heads_q
     slopes = 2.0 ** -torch.linspace(1, 8, heads, device=device)
-    table = torch.randn(heads, 2 * REACH + 1, device=device)
-    learned = table.clone().requires_grad_()
+    sinks = torch.zeros(heads, device=device)
+    learned = sinks.clone().requires_grad_()
 
     def cap(limit: float) -> Function:
         return lambda s, b, h, i, j: limit * torch.tanh(s / limit)
 
-    def relative(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return s + table[h, (j - i).clamp(-REACH, REACH) + REACH]
+    def capped(limit: float, approximate: bool = False) -> Contestant:
+        return Contestant(scores.softcap(limit, approximate=approximate), cap(limit), softcap=limit)
 
     return {
         "plain": Contestant(None, None),
-        "softcap 50": Contestant(scores.softcap(50.0), cap(50.0), softcap=50.0),
-        "softcap 50, approximate": Contestant(
-            scores.softcap(50.0, approximate=True), cap(50.0), softcap=50.0
-        ),
-        "softcap 0.5": Contestant(scores.softcap(0.5), cap(0.5), softcap=0.5),
+        "softcap 50": capped(50.0),
+        "softcap 50, approximate": capped(50.0, approximate=True),
+        "softcap 0.5": capped(0.5),
         "ALiBi": Contestant(
-            scores.alibi(slopes), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(), softcap=None
+            scores.alibi(slopes),
+            lambda s, b, h, i, j: s - slopes[h] * (i - j).abs(),
+            softcap=None,
+            cute="alibi",
+            reads=(slopes[:, None],),
         ),
-        "relative bias": Contestant(scores.relative_bias(table), relative, softcap=None),
-        "relative bias, learned": Contestant(
-            scores.relative_bias(learned), relative, learned=(learned,), softcap=None
-        ),
-        "sinks": Contestant(None, None, torch.zeros(heads, device=device), softcap=None),
+        **biases(case),
+        "sinks": Contestant(None, None, sinks),
+        "sinks, learned": Contestant(None, None, learned, learned=(learned,)),
     }
+
+
+def biases(case: Case) -> dict[str, Contestant]:
+    """What is added from a tensor, which gets a gradient if it is learned."""
+    device = case.device
+    table = torch.randn(case.heads_q, 2 * REACH + 1, device=device)
+    dtype = torch.bfloat16 if case.dtype is DType.BFLOAT16 else torch.float32
+    values = torch.randn(case.seq_q, case.seq_k, device=device, dtype=dtype)
+
+    def relative_bias(t: Tensor) -> Function:
+        return lambda s, b, h, i, j: s + t[h, (j - i).clamp(-REACH, REACH) + REACH]
+
+    def bias(t: Tensor) -> Function:
+        return lambda s, b, h, i, j: s + t[i, j]
+
+    found = {}
+    for name, tensor, score, function, cute in (
+        ("relative bias", table, scores.relative_bias, relative_bias, "relative_bias"),
+        ("bias", values, scores.bias, bias, "bias"),
+    ):
+        leaf = tensor.clone().requires_grad_()
+        found[name] = Contestant(score(tensor), function(tensor), softcap=None, cute=cute, reads=(tensor,))
+        found[f"{name}, learned"] = Contestant(score(leaf), function(leaf), learned=(leaf,), softcap=None)
+    return found
 
 
 def ours(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -> Callable[[int], Any]:
@@ -98,32 +131,58 @@ def ours(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) 
 
 
 def flex(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -> Callable[[int], Any]:
-    """FlexAttention with the same score. Raises Unavailable for sinks."""
-    if one.sinks is not None or one.learned:
-        raise Unavailable("is not compared")
+    """FlexAttention with the same score; sinks scale what it returns, by its lse."""
     mod = peers._mask_mod(case)
     block_mask = mod and peers._block_mask(mod, case, "once")
-    call = peers._compiled_flex()
+    call = peers._compiled_flex() if one.sinks is None else compiled_with_sinks()
+    options: dict[str, Any] = {"score_mod": one.function, "block_mask": block_mask, "enable_gqa": True}
+    options |= {} if one.sinks is None else {"sinks": one.sinks}
 
     def forward(index: int) -> Tensor:
         x = sets[index]
-        out: Tensor = call(x.q, x.k, x.v, score_mod=one.function, block_mask=block_mask, enable_gqa=True)
+        out: Tensor = call(x.q, x.k, x.v, **options)
         return out
 
-    return _timed(forward, direction, sets, ())
+    return _timed(forward, direction, sets, one.learned)
 
 
-def flash(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -> Callable[[int], Any]:
+@cache
+def compiled_with_sinks() -> Callable[..., Tensor]:
+    """FlexAttention with one more logit a head in the denominator, compiled as a whole."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    peers._compiled_flex()  # sets what its compilation needs
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any) -> Tensor:
+        out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
+        scaled: Tensor = out * torch.sigmoid(aux.lse - sinks[:, None])[..., None]
+        return scaled.to(out.dtype)
+
+    return torch.compile(attend, dynamic=False)
+
+
+def flash3(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -> Callable[[int], Any]:
     """FlashAttention-3 with the same softcap. Raises Unavailable for other scores, and for what FA3 does not take."""
-    if one.softcap is None:
+    if one.softcap is None or one.sinks is not None:
         raise Unavailable("has no such score")
     call = fa3.attention(case, softcap=one.softcap)
+    return _timed(lambda index: call(*sets[index][:3]), direction, sets, ())
 
-    def forward(index: int) -> Tensor:
-        x = sets[index]
-        return call(x.q, x.k, x.v)
 
-    return _timed(forward, direction, sets, ())
+def flash4(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -> Callable[[int], Any]:
+    """FlashAttention-4 with the same score. Raises Unavailable for gradients of a score's tensors, and for packs."""
+    fa4.require()
+    options: dict[str, Any] = {"softcap": one.softcap} if one.softcap else {}
+    if one.sinks is not None:
+        options["learnable_sink"] = one.sinks
+    elif one.learned:
+        raise Unavailable("has no gradient of what a score reads")
+    if one.cute:
+        functions = importlib.import_module("attnforge.benchmarks.fa4_scores")
+        options |= {"score_mod": getattr(functions, one.cute), "score_mod_bwd": functions.unchanged}
+        options["aux_tensors"] = list(one.reads)
+    call = fa4.attention(case, **options)
+    return _timed(lambda index: call(*sets[index][:3]), direction, sets, one.learned)
 
 
 def mma(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -> Callable[[int], Any]:
@@ -213,8 +272,42 @@ def error(case: Case, one: Contestant, direction: Direction, x: Inputs) -> float
     return max(map(relative, (got[0][:, :1, rows], got[1], got[2]), answers))
 
 
+def agrees(got: Any, expected: Any, learned: int, dtype: DType) -> None:
+    """Raises Unavailable if results of a peer, tensors or tuples that begin with the same ones, differ from ours.
+
+    `learned`: how many at the end are gradients of learned tensors. Peers sum these in the tensor's dtype, so they may
+    differ by ten times as much.
+    """
+    got, expected = ((x,) if isinstance(x, Tensor) else x for x in (got, expected))
+    exact = len(expected) - learned
+    for n, (theirs, mine) in enumerate(zip(got, expected, strict=False)):
+        differs, limit = relative(theirs, mine), TOLERANCE[dtype] * (1 if n < exact else 10)
+        if not differs <= limit:
+            raise Unavailable(f"result {n} differs from ours by {differs:.1e}, so it is not timed")
+
+
+def calls_of(
+    case: Case, known: dict[str, Contestant], direction: Direction, sets: list[Inputs], names: list[str]
+) -> dict[str, Callable[[int], Any]]:
+    """Calls of ours, by the score, and of peers, by "PEER SCORE". Who cannot run is reported and left out."""
+    calls: dict[str, Callable[[int], Any]] = {}
+    for name, one in known.items():
+        calls[name] = ours(case, one, direction, sets)
+        expected = calls[name](0)
+        for peer in names:
+            try:
+                with peers.memory_freed(case.device), peers.as_unavailable():
+                    call = PEERS[peer](case, one, direction, sets)
+                    learned = len(one.learned) if direction is Direction.BACKWARD else 0
+                    agrees(call(0), expected, learned, case.dtype)
+                    calls[f"{peer} {name}"] = call
+            except Unavailable as reason:
+                print(f"{peer} {name} {direction.value}: {reason}", flush=True)
+    return calls
+
+
 def measure(case: Case, direction: Direction, args: argparse.Namespace) -> list[str]:
-    """Rows of the table of one case and direction. Who cannot run is reported and left out."""
+    """Rows of the table of one case and direction."""
     device = case.device
     sets = [Inputs(*t) for t in rotate(tuple(case.inputs()), device)]
     for x in sets:
@@ -223,17 +316,7 @@ def measure(case: Case, direction: Direction, args: argparse.Namespace) -> list[
     known = contestants(case)
     if args.scores:
         known = {name: known[name] for name in ("plain", *args.scores)}
-    calls: dict[str, Callable[[int], Any]] = {}
-    for name, one in known.items():
-        calls[name] = ours(case, one, direction, sets)
-        for peer in args.peers:
-            try:
-                with peers.as_unavailable():
-                    call = PEERS[peer](case, one, direction, sets)
-                    call(0)
-                    calls[f"{peer} {name}"] = call
-            except Unavailable as reason:
-                print(f"{peer} {name} {direction.value}: {reason}", flush=True)
+    calls = calls_of(case, known, direction, sets, args.peers)
     times = measure_interleaved(
         calls, [(i,) for i in range(len(sets))], device, Effort(seconds=args.seconds, warmups=2)
     )
@@ -257,10 +340,10 @@ def measure(case: Case, direction: Direction, args: argparse.Namespace) -> list[
     return found
 
 
-PEERS = {"flex": flex, "fa3": flash, "mma": mma}
+PEERS = {"flex": flex, "fa3": flash3, "fa4": flash4, "mma": mma}
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The cost of scores beside plain attention.")
     parser.add_argument("--pack", nargs="+", default=["pretrain/0", "causal/4x8192"])
     parser.add_argument("--scores", nargs="+", metavar="NAME", help='lines beside "plain" [default: all]')
@@ -272,11 +355,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=[], help="who is timed beside")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> None:
-    args = arguments()
+def main(words: list[str] | None = None) -> None:
+    args = arguments(words)
     device = torch.device(args.device)
     table = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for pack in args.pack:

@@ -33,13 +33,14 @@ def require() -> None:
         raise Unavailable("flash-attn-4 is not installed")
 
 
-def attention(case: Case, pack_gqa: bool | None = None) -> Attention:
+def attention(case: Case, pack_gqa: bool | None = None, **options: Any) -> Attention:
     """FA4 on a case; `pack_gqa` folds the query heads of a group into the rows of a tile (None: its own choice).
 
-    Raises Unavailable without the package, or for a mask that is neither full, causal, a window nor whole documents.
+    `options`: more arguments of FA4's functions, such as softcap. Raises Unavailable without the package, or for a mask
+    that is neither full, causal, a window nor whole documents.
     """
     require()
-    return attention_by(importlib.import_module("flash_attn.cute"), case, pack_gqa)
+    return attention_by(importlib.import_module("flash_attn.cute"), case, pack_gqa, **options)
 
 
 def attention_by(module: Any, case: Case, pack_gqa: bool | None = None, **options: Any) -> Attention:

@@ -38,6 +38,7 @@ BACKENDS = {
 }
 FLEX = ("flex", "flex-bagel", "flex-fa4")
 FA4 = ("fa4", "fa4-nopack", "flex-fa4")  # with flash-attn-4; nopack: without its packing of grouped heads
+CAPPED = ("fa3", "fa4", "fa4-nopack")  # take a softcap, and no other score
 # Packages that may not be there. cudnn-flex is `cudnn.flex_attention`.
 INSTALLED: dict[str, Callable[[], bool]] = {
     **dict.fromkeys(FA4, lambda: fa4.installed()),
@@ -189,7 +190,8 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
     if case.deterministic and name not in DETERMINISTIC:
         raise Unavailable("its deterministic gradients are not timed")
     cap = softcap_of(case)
-    if case.score is not None and not (name in FLEX or (name == "fa3" and cap)):
+    capped = {"softcap": cap} if cap else {}
+    if case.score is not None and not (name in FLEX or (name in CAPPED and cap)):
         raise Unavailable("takes no such score")
     if name == "flex-fa4":
         fa4.require()
@@ -197,9 +199,9 @@ def attention_of(name: str, case: Case, often: bool = False) -> Attention:
         making = ("bagel" if name == "flex-bagel" else "often") if often else "once"
         return _flex(case, making, "FLASH" if name == "flex-fa4" else None)
     if name in FA4:
-        return fa4.attention(case, False if name == "fa4-nopack" else None)
+        return fa4.attention(case, False if name == "fa4-nopack" else None, **capped)
     if name == "fa3":
-        return fa3.attention(case, cap) if cap else fa3.attention(case)
+        return fa3.attention(case, **capped)
     if name == "cudnn-flex":
         return cudnn_flex.attention(case)
     if name == "sdpa-samples":

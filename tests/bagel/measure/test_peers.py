@@ -137,18 +137,24 @@ def test_flex_and_ours_take_the_same_score(name: str, pack: Case, monkeypatch: p
 
 
 def test_other_peers_take_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But FA3 its softcap."""
-    caps = list[float]()
-    monkeypatch.setattr(fa3, "attention", lambda case, softcap=0.0: caps.append(softcap))
+    """But FA3 and FA4 their softcap."""
+    caps = list[tuple[str, float]]()
+    for module in (fa3, fa4):
+        monkeypatch.setattr(
+            module,
+            "attention",
+            lambda case, *rest, name=module.__name__[-3:], softcap=0.0: caps.append((name, softcap)),
+        )
     plain = make_case(*TINY, DType.FLOAT32, CPU)
     for name in ("softcap:2", "alibi"):
         case = with_score(plain, name)
-        for peer in ("sdpa-flash", "sdpa-samples", "fa4", "cudnn-flex", *["fa3"] * (name == "alibi")):
+        for peer in ("sdpa-flash", "sdpa-samples", "cudnn-flex", *peers.CAPPED * (name == "alibi")):
             with pytest.raises(Unavailable, match="takes no such score"):
                 attention_of(peer, case)
-    attention_of("fa3", with_score(plain, "softcap:2"))
-    attention_of("fa3", plain)
-    assert caps == [2.0, 0.0]
+    for peer in peers.CAPPED:
+        attention_of(peer, with_score(plain, "softcap:2"))
+        attention_of(peer, plain)
+    assert caps == [(module, cap) for module in ("fa3", "fa4", "fa4") for cap in (2.0, 0.0)]
 
 
 def test_flex_sees_the_same_mask(pack: Case) -> None:
