@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from attnforge.bagel.measure.blocks import LENGTH, random_blocks
-from attnforge.bagel.measure.mask_files import is_mask_file, read_mask, span_pairs
+from attnforge.bagel.measure.mask_files import is_mask_file, read_mask, visible_pairs
 from attnforge.bagel.models import MODELS, Model
 from attnforge.bagel.packing import PackedMask
 from attnforge.bagel.workloads import names, summary, workload
@@ -70,13 +70,8 @@ def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case
     heads = model_of(model)
     shape, mask, pairs = _sizes(pack, model, device)
     batch, seq_q, seq_k = shape
-    if isinstance(mask, DenseMask):
-        planes, heads_of_mask = mask.shape[:2]
-        if heads_of_mask not in (1, heads.heads_q):
-            raise ValueError(
-                f"mask: {pack} has {heads_of_mask} heads, but q has {heads.heads_q}; expected 1 or these"
-            )
-        batch = max(batch, planes)
+    if isinstance(mask, (Spans, DenseMask)):
+        batch = max(batch, _batch_of(mask, pack, heads))
     return Case(
         f"{pack} {model}",
         batch,
@@ -91,6 +86,18 @@ def make_case(pack: str, model: str, dtype: DType, device: torch.device) -> Case
         device,
         heads.head_dim_v,
     )
+
+
+def _batch_of(mask: Spans | DenseMask, pack: str, heads: Model) -> int:
+    """The batch entries that the mask tells apart. Raises ValueError if its heads are not those of the model."""
+    batch, of_mask = mask.planes if isinstance(mask, Spans) else mask.shape[:2]
+    accepted = {1, heads.heads_q} | ({heads.heads_kv} if isinstance(mask, Spans) else set())
+    if of_mask not in accepted:
+        kv = f" and k has {heads.heads_kv}" if heads.heads_kv in accepted else ""
+        raise ValueError(
+            f"mask: {pack} has {of_mask} heads, but q has {heads.heads_q}{kv}; expected 1 or these"
+        )
+    return batch
 
 
 def with_batch(case: Case, batch: int) -> Case:
@@ -135,7 +142,7 @@ def pairs_of(mask: Spans | DenseMask, seq_q: int) -> int:
     """Visible pairs of a mask; the average of its planes."""
     if isinstance(mask, DenseMask):
         return int(mask.mask.sum()) // (mask.shape[0] * mask.shape[1])
-    return span_pairs(mask.starts, mask.ends, seq_q)
+    return int(visible_pairs(mask, seq_q))
 
 
 def _packed(pack: str, model: str, device: torch.device) -> PackedMask:

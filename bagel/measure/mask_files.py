@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -9,13 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnforge.codegen.spec import MAX_INTERVALS
 from attnforge.runtime.inputs import MAX_INDEX
 from attnforge.runtime.masks import DenseMask, Spans
 
 SUFFIXES = (".npy", ".npz")
 EXPECTED = (
     "expected a bool array in .npy, (seq_q, seq_k) or (batch or 1, heads_q or 1, seq_q, seq_k), True = visible; or "
-    "a .npz with it as `mask`, or with int32 `starts` and `ends` (seq_k) and, if it is not seq_k, `seq_q`"
+    "a .npz with it as `mask`, or with signed integers `starts` and `ends`, both (seq_k), (n, seq_k) or "
+    "(batch or 1, heads or 1, n, seq_k) with n of 1 to 4 intervals, and, if it is not seq_k, `seq_q`"
 )
 
 
@@ -53,24 +56,28 @@ def _spans(
     path: Path, arrays: dict[str, npt.NDArray[np.generic]], device: torch.device | str
 ) -> tuple[Spans, int]:
     starts, ends = arrays["starts"], arrays["ends"]
-    if starts.ndim != 1 or starts.shape != ends.shape or {starts.dtype.kind, ends.dtype.kind} != {"i"}:
+    intervals = starts.shape[-2] if starts.ndim > 1 else 1
+    whole = starts.ndim in (1, 2, 4) and starts.shape == ends.shape and 1 <= intervals <= MAX_INTERVALS
+    if not whole or {starts.dtype.kind, ends.dtype.kind} != {"i"}:
         raise ValueError(
             f"mask: {path} has starts of {starts.dtype} {starts.shape} and ends of {ends.dtype} {ends.shape}; "
             + EXPECTED
         )
-    rows = arrays.get("seq_q", np.array(starts.size))
+    keys = starts.shape[-1]
+    rows = arrays.get("seq_q", np.array(keys))
     if rows.size != 1 or rows.dtype.kind not in "iu" or not 1 <= rows.item() <= MAX_INDEX or starts.size == 0:
         raise ValueError(
-            f"mask: {path} has {starts.size} keys and seq_q {rows.tolist()}, expected 1 or more of each"
+            f"mask: {path} has {keys} keys and seq_q {rows.tolist()}, expected 1 or more of each"
         )
     seq_q = int(rows.item())
     # No query is beyond int32, so clamped bounds show the same pairs.
     first, last = (torch.from_numpy(x.clip(-MAX_INDEX, MAX_INDEX).astype(np.int32)) for x in (starts, ends))
-    visible = span_pairs(first, last, seq_q) / seq_q
+    visible = visible_pairs(Spans(first, last), seq_q) / seq_q
     return Spans(first.to(device), last.to(device), visible_keys=visible), seq_q
 
 
-def span_pairs(starts: torch.Tensor, ends: torch.Tensor, seq_q: int) -> int:
-    """Visible pairs of spans: the queries 0 <= i < seq_q of each key's interval, summed."""
-    lengths = ends.long().clamp(max=seq_q) - starts.long().clamp(min=0)
-    return int(lengths.clamp(min=0).sum())
+def visible_pairs(mask: Spans, seq_q: int) -> float:
+    """Visible pairs of the queries 0 <= i < seq_q; the average of the mask's planes."""
+    # Intervals of a key are disjoint.
+    lengths = mask.ends.long().clamp(max=seq_q) - mask.starts.long().clamp(min=0)
+    return int(lengths.clamp(min=0).sum()) / math.prod(mask.planes)

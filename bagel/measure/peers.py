@@ -54,6 +54,7 @@ EXTRA: dict[str, Callable[[Case], Attention]] = {}  # peers that a benchmark bri
 # A warning of torch that says why it does not use a backend of SDPA.
 _REFUSAL = re.compile(r"(?P<why>.*?)\s*\(Triggered internally at \S*/sdp_utils", re.DOTALL)
 OURS = "attnforge"  # our own kernel in rows and tables
+OF_PLANES = "masks that differ between batch entries or heads are not supported for FlexAttention here"
 Call = Callable[[int], Any]  # on the inputs of that index
 
 
@@ -357,14 +358,7 @@ def _compiled_flex() -> Any:
 
 def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
     if isinstance(case.mask, Spans):
-        starts, ends = case.mask.starts, case.mask.ends
-        if starts.dim() > 1:
-            raise Unavailable("takes one interval a key here")
-
-        def in_span(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (starts[j] <= i) & (i < ends[j])
-
-        return in_span
+        return _spans_mod(case.mask)
     if isinstance(case.mask, DenseMask):
         return _pair_mod(case.mask.mask)
     if isinstance(case.mask, FunctionMask):
@@ -379,12 +373,26 @@ def _mask_mod(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] 
     return before
 
 
+def _spans_mod(mask: Spans) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    if mask.starts.dim() > 2:
+        raise Unavailable(OF_PLANES)
+    (starts, *other_starts), (ends, *other_ends) = (
+        x.reshape(mask.intervals, -1).unbind() for x in (mask.starts, mask.ends)
+    )
+
+    def in_span(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = (starts[j] <= i) & (i < ends[j])
+        for first, end in zip(other_starts, other_ends, strict=True):
+            seen = seen | ((first[j] <= i) & (i < end[j]))
+        return seen
+
+    return in_span
+
+
 def _function_mod(mask: FunctionMask) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     formula = MaskMod(mask.text)
     if formula.reads("b") or formula.reads("h"):
-        raise Unavailable(
-            "masks that differ between batch entries or heads are not supported for FlexAttention here"
-        )
+        raise Unavailable(OF_PLANES)
 
     function = evaluator(formula, mask.tensors)
 
@@ -412,9 +420,7 @@ def softcap_of(case: Case) -> float:
 
 def _pair_mod(seen: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     if seen.dim() > 2:
-        raise Unavailable(
-            "masks that differ between batch entries or heads are not supported for FlexAttention here"
-        )
+        raise Unavailable(OF_PLANES)
 
     def in_mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return seen[i, j]

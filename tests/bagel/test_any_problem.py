@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.mask_files import read_mask
 from attnforge.bagel.measure.peers import attention_of
 from attnforge.bagel.models import MODELS
+from attnforge.cli import main
 from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, DType
 from attnforge.runtime.masks import DenseMask, Spans
 from attnforge.runtime.search.case import Case
@@ -110,6 +112,73 @@ def test_files(tmp_path: Path) -> None:
     assert (seq_q, mask.visible_keys) == (40, (10 + 0 + 2 + 10) / 40)
     case = one(masks=(str(tmp_path / "spans.npz"),), heads=(4, 2), head_dim=16)
     assert case.pairs == int(seen(case).sum()) == 22
+
+
+def test_files_hold_all_that_spans_take(tmp_path: Path) -> None:
+    """Several intervals, which may overlap, and planes of batch entries, query heads or kv heads."""
+    path = tmp_path / "spans.npz"
+    draw = np.random.default_rng(0)
+    for shape in ((1, 50), (3, 50), (1, 1, 2, 50), (2, 4, 4, 50), (1, 2, 1, 50), (2, 1, 2, 50)):
+        starts = draw.integers(-5, 40, shape)
+        ends = starts + draw.integers(0, 30, shape)
+        np.savez(path, starts=starts, ends=ends, seq_q=40)
+        case = one(masks=(str(path),), heads=(4, 2), head_dim=16)
+        row = np.arange(40)[:, None]
+        exact = ((starts[..., None, :] <= row) & (row < ends[..., None, :])).any(-3)
+        assert isinstance(case.mask, Spans)
+        assert torch.equal(seen(case), torch.from_numpy(exact).reshape(seen(case).shape))
+        planes = shape[:2] if len(shape) == 4 else (1, 1)
+        assert (case.batch, case.seq_q, case.seq_k) == (planes[0], 40, 50)
+        assert case.mask.planes == planes
+        assert case.pairs == int(exact.sum()) // (planes[0] * planes[1])
+        assert case.mask.visible_keys == pytest.approx(exact.sum() / 40 / planes[0] / planes[1])
+
+
+def test_spans_of_other_heads_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "spans.npz"
+    np.savez(path, starts=np.zeros((1, 3, 1, 8), int), ends=np.full((1, 3, 1, 8), 8))
+    with pytest.raises(ValueError, match="has 3 heads, but q has 4 and k has 2; expected 1 or these"):
+        one(masks=(str(path),), heads=(4, 2), head_dim=16)
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends"),
+    [
+        pytest.param(np.zeros((5, 8), int), np.ones((5, 8), int), id="five intervals"),
+        pytest.param(np.zeros((0, 8), int), np.ones((0, 8), int), id="none"),
+        pytest.param(np.zeros((1, 2, 8), int), np.ones((1, 2, 8), int), id="three axes"),
+        pytest.param(np.zeros((2, 8), int), np.ones((1, 8), int), id="other shapes"),
+        pytest.param(np.zeros(8), np.ones(8, int), id="floats"),
+        pytest.param(np.zeros((), int), np.ones((), int), id="one number"),
+    ],
+)
+def test_arrays_that_are_no_spans_are_refused(starts: ArrayLike, ends: ArrayLike, tmp_path: Path) -> None:
+    np.savez(tmp_path / "spans.npz", starts=starts, ends=ends)
+    with pytest.raises(ValueError, match=r"has starts of .* and ends of .*\(n, seq_k\).* 1 to 4 intervals"):
+        read_mask(tmp_path / "spans.npz", "cpu")
+
+
+def test_a_search_takes_a_file_of_two_intervals(tmp_path: Path) -> None:
+    """Its problem is of two intervals, verified and timed; attnforge mask draws it."""
+    path = tmp_path / "spans.npz"
+    row = np.arange(64)
+    starts, ends = (
+        np.stack((row, np.minimum(row + 20, 64))),
+        np.stack((np.minimum(row + 9, 64), 0 * row + 64)),
+    )
+    np.savez(path, starts=starts, ends=ends)
+    log = tmp_path / "log.jsonl"
+    words = ["search", "--mask", str(path), "--heads", "2/1", "--head-dim", "16", "--dtype", "fp32"]
+    words += ["--variants", "1", "--direction", "fwd", "--device", "cpu", "--log", str(log)]
+    words += ["--no-page", "--no-peers"]
+    done = CliRunner().invoke(main, [*words, "--table-out", str(tmp_path / "tables")])
+    assert done.exit_code == 0, done.output
+    assert '"intervals": 2' in log.read_text()
+    picture = tmp_path / "mask.svg"
+    done = CliRunner().invoke(main, ["mask", str(path), "--out", str(picture)])
+    assert done.exit_code == 0, done.output
+    pairs = int((ends - starts).clip(0).sum())
+    assert f"64 queries, 64 keys, {pairs} visible pairs" in done.output
 
 
 @pytest.mark.parametrize("seq_q", [0, -1, 2**40, 2.5, [4, 4]], ids=str)
