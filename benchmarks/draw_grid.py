@@ -29,7 +29,8 @@ from attnforge.bagel.measure.goals import (
 )
 from attnforge.bagel.measure.interleaved import DETERMINISTIC, MATMUL, Line
 
-PEERS = (*DENSE_PEERS, "cudnn-flex")
+PEERS = (*DENSE_PEERS, "cudnn-flex")  # of every run
+ADDED = ("flex", "flex-fa4")  # of runs that took them with --add-peers
 PASSES = {"fwd": "forward", "bwd": "backward"}
 SQUARE, WIDE_SQUARE = 46, 54  # pixels; the wide ones for longer names
 
@@ -47,11 +48,18 @@ def read(paths: Sequence[Path]) -> dict[tuple[str, str], list[Line]]:
     return {key: lines for key, lines in cells.items() if lines}
 
 
+def peers_of(cells: dict[tuple[str, str], list[Line]]) -> list[str]:
+    """The columns of peers."""
+    timed = {name for lines in cells.values() for line in lines for name in line.entries}
+    return [*PEERS, *(name for name in ADDED if name in timed)]
+
+
 def squares(cells: dict[tuple[str, str], list[Line]], names: Sequence[str]) -> Iterator[dict[str, object]]:
     """A point for each cell of these columns that was measured."""
+    peers = peers_of(cells)
     for (label, work), lines in cells.items():
         heads, name = label.split()
-        value = ratio(lines, PEERS)
+        value = ratio(lines, peers)
         if name in names and value is not None:
             yield {"heads": heads, "name": name, "pass": PASSES[work], "ratio": value}
 
@@ -110,14 +118,15 @@ def picture(cells: dict[tuple[str, str], list[Line]]) -> alt.Chart:
 
 def tables(cells: dict[tuple[str, str], list[Line]]) -> Iterator[str]:
     """A table a pass: TFLOP/s, medians over seeds; our ratio to the fastest peer last."""
+    peers = peers_of(cells)
     for work, title in PASSES.items():
         own = [OURS, DETERMINISTIC] if work == "bwd" else [OURS]
-        head = ["heads", "work", *own, *PEERS, MATMUL, "of best peer"]
+        head = ["heads", "work", *own, *peers, MATMUL, "of best peer"]
         yield from ("", f"## {title.capitalize()}", "", f"| {' | '.join(head)} |", "| --- " * len(head) + "|")
         for (label, done), lines in cells.items():
             if done == work:
-                values = [rates(lines, name) for name in (*own, *PEERS, MATMUL)]
-                best = ratio(lines, PEERS)
+                values = [rates(lines, name) for name in (*own, *peers, MATMUL)]
+                best = ratio(lines, peers)
                 numbers = [f"{median(x):.0f}" if x else "-" for x in values]
                 share = "-" if best is None else f"{best:.2f}" if best >= 1 else f"**{best:.2f}**"
                 yield f"| {' | '.join((*label.split(), *numbers, share))} |"
@@ -125,9 +134,10 @@ def tables(cells: dict[tuple[str, str], list[Line]]) -> Iterator[str]:
 
 def summary(cells: dict[tuple[str, str], list[Line]]) -> Iterator[str]:
     """How many cells a peer leads, medians, and the largest error ratio of each tensor."""
+    peers = peers_of(cells)
     for work, title in PASSES.items():
         found = [
-            x for (_, done), lines in cells.items() if done == work and (x := ratio(lines, PEERS)) is not None
+            x for (_, done), lines in cells.items() if done == work and (x := ratio(lines, peers)) is not None
         ]
         behind = sum(x < 1 for x in found)
         yield f"{title}: {len(found)} cells, median {median(found):.2f}, a peer is faster in {behind}"

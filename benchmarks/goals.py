@@ -3,10 +3,12 @@
     python benchmarks/goals.py [--suite forward] [--only "28/4/128"] [--seeds 2] [--out DIR]
     python benchmarks/goals.py --suite grid --seeds 1 --seconds 0.25 --out DIR    # then benchmarks/draw_grid.py
     python benchmarks/goals.py --suite grid --part 0/2 --out DIR0                 # on one of two GPUs
+    python benchmarks/goals.py --suite grid --add-peers flex --out DIR            # FlexAttention in every cell, too
 
 First compiles everything in separate processes. Then measures case by case, the first seed of all packs before the
 second seed of any, and appends a line per case to DIR/goals.jsonl; DIR/goals.md has the tables. A run with the same
-DIR continues an earlier one. A case that killed the process is tried once more, without the peers.
+DIR continues an earlier one. A case that killed the process is tried once more, without the peers. FlexAttention is no
+peer of the grid unless it is added: Inductor compiles it for half a minute and more in each cell.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +33,7 @@ from attnforge.bagel.measure.fa4 import Attention, Unavailable
 from attnforge.bagel.measure.goal_report import markdown, missed, one_line
 from attnforge.bagel.measure.goals import GOALS, SEEDS, Goal
 from attnforge.bagel.measure.interleaved import Entry, Line, run_goal
-from attnforge.bagel.measure.peers import EXTRA
+from attnforge.bagel.measure.peers import EXTRA, known
 from attnforge.codegen.spec import DType, Mask
 from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.search.case import Case
@@ -53,7 +56,7 @@ def triton_peer(case: Case) -> Attention:
 def chosen(args: argparse.Namespace) -> list[tuple[Goal, str, str]]:
     """(goal, pack, model) in the order of the run."""
     goals = [
-        goal
+        with_peers(goal, args.add_peers)
         for suite in args.suite or SUITES
         for goal in GOALS[suite]
         if re.search(args.only, f"{goal.label} {goal.work}")
@@ -64,6 +67,11 @@ def chosen(args: argparse.Namespace) -> list[tuple[Goal, str, str]]:
     heads = list(dict.fromkeys(model for _, _, model in rows))
     part, parts = args.part
     return [row for row in rows if heads.index(row[2]) % parts == part]  # whole heads: they share kernels
+
+
+def with_peers(goal: Goal, names: Sequence[str]) -> Goal:
+    """The goal with more peers."""
+    return replace(goal, peers=tuple(dict.fromkeys((*goal.peers, *names))))
 
 
 def part_of(text: str) -> tuple[int, int]:
@@ -88,7 +96,8 @@ def warm(rows: list[tuple[Goal, str, str]], args: argparse.Namespace) -> None:
 
     def one(job: list[Job]) -> None:
         named = [word for part in job for word in ("--one", *part)]
-        command = [sys.executable, __file__, *named, "--device", args.device]
+        added = ("--add-peers", *args.add_peers) if args.add_peers else ()
+        command = [sys.executable, __file__, *named, *added, "--device", args.device]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
             print(f"compiling {job}: status {done.returncode}: {done.stdout[-500:]}", flush=True)
@@ -99,7 +108,7 @@ def warm(rows: list[tuple[Goal, str, str]], args: argparse.Namespace) -> None:
     print(f"compiled in {len(jobs)} processes, {time.time() - begin:.0f} s", flush=True)
 
 
-def compile_one(label: str, work: str, pack: str, device: torch.device) -> None:
+def compile_one(label: str, work: str, pack: str, names: Sequence[str], device: torch.device) -> None:
     """Run every contestant of one case once or twice."""
     goal, model = next(
         (goal, model)
@@ -108,7 +117,8 @@ def compile_one(label: str, work: str, pack: str, device: torch.device) -> None:
         for name, model in goal.cases
         if (goal.label, goal.work, name) == (label, work, pack)
     )
-    run_goal(goal, make_case(pack, model, DType.BFLOAT16, device), seconds=0.0, errors=False)
+    case = make_case(pack, model, DType.BFLOAT16, device)
+    run_goal(with_peers(goal, names), case, seconds=0.0, errors=False)
 
 
 Key = tuple[str, str, str]  # label, work, case
@@ -178,7 +188,7 @@ def one_case(goal: Goal, case: Case, args: argparse.Namespace, alone: bool) -> L
     return replace(line, entries={**line.entries, **dict.fromkeys(goal.peers, DEAD)}) if alone else line
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure all performance goals in one run.")
     parser.add_argument("--suite", action="append", choices=list(GOALS))
     parser.add_argument(
@@ -189,6 +199,9 @@ def arguments() -> argparse.Namespace:
         help='only goals that match, as "28/4/128 full/4x8192 bwd" does',
     )
     parser.add_argument("--part", type=part_of, default=(0, 1), metavar="I/N", help="of N shares by heads")
+    parser.add_argument(
+        "--add-peers", nargs="+", default=[], choices=known(), metavar="NAME", help="of every goal, as flex"
+    )
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--seconds", type=float, default=0.6, help="seconds of timed calls per case")
     parser.add_argument("--repeats", type=int, default=40, help="timed calls of each contestant, at most")
@@ -202,14 +215,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--one", nargs=3, action="append", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def main() -> None:
     args = arguments()
     EXTRA["triton"] = triton_peer
     for job in args.one or ():
-        compile_one(*job, torch.device(args.device))
+        compile_one(*job, args.add_peers, torch.device(args.device))
     if args.one:
         return
     launcher()  # once, before the processes that need it

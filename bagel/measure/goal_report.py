@@ -65,10 +65,17 @@ def error_ratios(group: Iterable[Line]) -> dict[str, float]:
     return worst
 
 
+def _peers(goal: Goal, group: Iterable[Line]) -> list[str]:
+    """The peers of a goal, and those that a run had besides."""
+    own = (OURS, DETERMINISTIC, MATMUL)
+    timed = [name.removesuffix(LAYER) for line in group for name in line.entries]
+    return list(dict.fromkeys((*goal.peers, *(name for name in timed if name not in own))))
+
+
 def _contestants(found: Sequence[tuple[Goal, list[Line]]]) -> list[str]:
     """Columns between ours and the matrix product."""
     names = [DETERMINISTIC] if any(goal.deterministic for goal, _ in found) else []
-    names += [MERGED.get(name, name) for goal, _ in found for name in goal.peers]
+    names += [MERGED.get(name, name) for goal, group in found for name in _peers(goal, group)]
     return list(dict.fromkeys(names))
 
 
@@ -94,7 +101,7 @@ def _table(found: Sequence[tuple[Goal, list[Line]]]) -> list[str]:
         cells += ["-" if goal.floor is None else f"{goal.floor:.0f}"]
         cells += ["-" if goal.floor is None or not mine else f"{median(mine) / goal.floor:.2f}"]
         cells += [
-            _times(ratio(group, [MERGED.get(name, name) for name in goal.peers])),
+            _times(ratio(group, [MERGED.get(name, name) for name in _peers(goal, group)])),
             _ratio_goals(goal, group),
         ]
         cells += [" ".join(f"{tensor} {x:.2f}" for tensor, x in error_ratios(group).items()) or "-"]
@@ -124,7 +131,7 @@ def _steps(found: Sequence[tuple[Goal, list[Line]]]) -> list[str]:
     for goal, group in found:
         wanted = dict(goal.ratios)
         ours = _step_times(group, OURS)
-        for name in (OURS, *goal.peers):
+        for name in (OURS, *_peers(goal, group)):
             one, layer, step = _step_times(group, name)
             times = [f"{b / a:.2f}" for a, b in ((ours[0], one), (ours[2], step)) if a and b]
             cells = [goal.label, name, *(f"{x:.2f}" if x else "-" for x in (one, layer, step))]

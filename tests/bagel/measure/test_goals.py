@@ -229,7 +229,7 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_first_seed_of_all_comes_first() -> None:
-    args = argparse.Namespace(suite=["forward"], only="28/4/128", seeds=2, part=(0, 1))
+    args = argparse.Namespace(suite=["forward"], only="28/4/128", seeds=2, part=(0, 1), add_peers=[])
     rows = script()["chosen"](args)
     packs = [pack for _, pack, _ in rows]
     args.only, shares = "", []
@@ -242,10 +242,59 @@ def test_the_first_seed_of_all_comes_first() -> None:
 
 def test_a_run_of_some_goals_is_picked_by_label_and_direction() -> None:
     for only, works in (("28/4/128 full/4x8192 bwd", {"bwd"}), ("28/4/128 full/4x8192", {"fwd", "bwd"})):
-        args = argparse.Namespace(suite=["grid"], only=only, seeds=1, part=(0, 1))
+        args = argparse.Namespace(suite=["grid"], only=only, seeds=1, part=(0, 1), add_peers=[])
         goals = [goal for goal, _, _ in script()["chosen"](args)]
         assert {goal.work for goal in goals} == works
         assert {goal.label for goal in goals} == {"28/4/128 full/4x8192"}
+
+
+def test_peers_are_added_to_every_goal() -> None:
+    """Which are timed, compiled and shown; those that a goal has already, once."""
+    module = script()
+    args = module["arguments"](["--suite", "grid", "--suite", "step", "--add-peers", "flex", "fa4"])
+    goals = {goal.label: goal for goal, _, _ in module["chosen"](args)}
+    assert goals["28/4/128 full/4x8192"].peers == ("fa3", "fa4", "sdpa-cudnn", "flex")
+    assert goals["14/2/64 pretrain"].peers == ("cudnn-flex", "flex", "fa4")
+    assert goals["pretrain 28/4/128"].peers == ("flex", "flex-fa4", "flex-bagel", "fa4")
+    plain = module["arguments"](["--suite", "grid"])
+    assert {goal for goal, _, _ in module["chosen"](plain)} == set(GOALS["grid"])
+
+
+def test_added_peers_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, commands = script(), list[list[str]]()
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr("subprocess.run", run)
+    words = ["--suite", "grid", "--only", "8/8/64 full/8x2048 bwd", "--jobs", "1", "--device", "cpu"]
+    args = module["arguments"]([*words, "--add-peers", "sdpa-flash"])
+    module["warm"](module["chosen"](args), args)
+    ((_, _, *given),) = commands
+    again = module["arguments"](given)
+    assert (again.one, again.add_peers) == ([["8/8/64 full/8x2048", "bwd", "full/8x2048"]], ["sdpa-flash"])
+    ran = list[Goal]()
+    monkeypatch.setitem(
+        module["compile_one"].__globals__, "run_goal", lambda goal, *rest, **more: ran.append(goal)
+    )
+    module["compile_one"](*again.one[0], again.add_peers, CPU)
+    assert ran[0].peers == ("fa3", "fa4", "sdpa-cudnn", "sdpa-flash")
+
+
+def test_tables_have_columns_of_added_peers() -> None:
+    """And the best peer may be one."""
+    label = "8/8/64 full/8x2048"
+    entries = {name: Entry(1.0, rate) for name, rate in ((OURS, 300.0), ("fa3", 200.0), ("flex", 250.0))}
+    lines = [Line(label, "fwd", "full/8x2048 8/8/64", {**entries, MATMUL: Entry(1.0, 800.0)})]
+    head, _, row = (x for x in markdown(lines, {"device": "x"}).splitlines() if x.startswith("|"))
+    shown = dict(zip(head.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True))
+    assert (shown["flex"], shown["fa3"], shown["fa4"], shown["ours / best peer"]) == (
+        "250",
+        "200",
+        "-",
+        "1.20",
+    )
 
 
 @pytest.mark.gpu
@@ -274,3 +323,19 @@ def test_the_page_of_the_grid_has_the_tables_of_its_log(log: str, page: str) -> 
     text = (root / "docs" / f"{page}.md").read_text()
     assert text.endswith("\n".join(draw["tables"](cells)) + "\n")
     assert len(list(draw["squares"](cells, ["full/8x2048"]))) == 2 * 10
+
+
+def test_the_grid_shows_added_peers() -> None:
+    """As a column, and as the best peer where it is."""
+    pytest.importorskip("altair", reason="the extra `report`")
+    draw = runpy.run_path(str(Path(__file__).parents[3] / "benchmarks" / "draw_grid.py"))
+    label = "8/8/64 full/8x2048"
+    rates_of = {OURS: 300.0, "fa3": 200.0, "flex": 250.0, MATMUL: 800.0}
+    entries = {name: Entry(1.0, rate) for name, rate in rates_of.items()}
+    for names, best in ((rates_of, "1.20"), ({OURS, "fa3", MATMUL}, "1.50")):
+        line = Line(label, "fwd", "x", {name: entries[name] for name in names})
+        table = [x for x in draw["tables"]({(label, "fwd"): [line]}) if x.startswith("| ")]
+        head, row = (x.strip("| ").split(" | ") for x in (table[0], table[2]))
+        shown = dict(zip(head, row, strict=True))
+        assert shown.get("flex", "") == ("250" if "flex" in names else "")
+        assert shown["of best peer"] == best
