@@ -98,6 +98,8 @@ constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kHeadDimV = kHeadDim;  // columns of V and O
 constexpr int kRowBytesV = kRowBytes;
+constexpr int kMainV = kRowBytesV / 2;  // columns of a stored row of V and dO
+constexpr int kStepsV = (kHeadDimV + 15) / 16;  // k16 steps of wgmma along head_dim of V
 constexpr int kTileM = 64;  // query rows of a step
 constexpr int kTileN = 96;  // keys of a block
 constexpr int kConsumers = 2;  // warpgroups
@@ -498,7 +500,8 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     const bool leader = threadIdx.x % 32 == 0;
     if (leader) {
         barrier_expect(base + kFullK, kTileBytesK);
-        load_tile(base + kOffsetK, maps.k, base + kFullK, work.tile * kTileN, work.head_kv, work.batch, kTileN);
+        load_tile(base + kOffsetK, maps.k, base + kFullK, work.tile * kTileN, work.head_kv, work.batch,
+                  kTileN);
     }
     griddepcontrol_wait();  // for row_stats; nothing is added to dQ before consumers have these
     Ring q_ring = {0, 1}, do_ring = {0, 1};  // fresh barriers count as empty
@@ -649,7 +652,7 @@ __device__ __forceinline__ void add_dq(float* sums, const float (&dq)[kDqUnit / 
 template <bool kOfKeys>
 struct Consumer {
     static constexpr int kGroup = kOfKeys;  // number of the warpgroup
-    static constexpr int kBlocks = (kOfKeys ? kHeadDim : kHeadDimV) / 64;
+    static constexpr int kBlocks = (kOfKeys ? kMain : kMainV) / 64;
     static constexpr int kFirstUnit = kOfKeys ? kDqUnitsOfFirst : 0;
     static constexpr int kUnits = kOfKeys ? kDqUnitsOfSecond : kDqUnitsOfFirst;  // of dQ
 
@@ -712,7 +715,7 @@ struct Consumer {
         accumulator_fence(s);
         accumulator_fence(dp);
         wgmma_fence();
-        start_scores<kHeadDimV / 16>(dp, dout, base + kOffsetV + kGroup * kHalf * kSwizzleBytes);
+        start_scores<kStepsV>(dp, dout, base + kOffsetV + kGroup * kHalf * kSwizzleBytes);
         softmax(key0);
         store_transposed(base + kOffsetP + kGroup * kHalf * kScoreRowBytes, s, 1.0f);
         if constexpr (kOfKeys) {
@@ -746,7 +749,7 @@ struct Consumer {
         const unsigned ds_tile = base + kOffsetDs + (step & 1) * kScoreBytes;
         const unsigned empty_q = base + kEmptyQ + q_ring.stage * 8;
         const long long query0 = plane * p.padded_q + (visit >> 1) * kTileM;
-        float* dq_sums = p.dq_accum + query0 * kHeadDim + kFirstUnit * kTileM * kDqUnit;
+        float* dq_sums = p.dq_accum + query0 * kMain + kFirstUnit * kTileM * kDqUnit;
         const unsigned k_panel = base + kOffsetK + kFirstUnit * kTileN * kSwizzleBytes;
         float dq[kDqUnit / 2];
         q_ring.advance(kStagesQ);
@@ -957,7 +960,7 @@ attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0_preprocess(const __grid_
             stored[kTileM + i] = -stats.y;
         }
     }
-    float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kHeadDim);
+    float4* dq = reinterpret_cast<float4*>(p.dq_accum + (plane * p.padded_q + tile * kTileM) * kMain);
     for (int i = threadIdx.x; i < kTileM * kHeadDim / 4; i += kHelperThreads) {
         dq[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
@@ -976,7 +979,7 @@ attnforge_bwd_sm90a_bf16_d192_full_a16_m64_n96_s2_t2_o0_postprocess(const __grid
     const int batch = blockIdx.x / p.heads_q % p.batch;
     const int query0 = blockIdx.x / (p.heads_q * p.batch) * kTileM;
     const long long plane = static_cast<long long>(batch) * p.heads_q + head;
-    const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kHeadDim;
+    const float* sums = p.dq_accum + (plane * p.padded_q + query0) * kMain;
     griddepcontrol_wait();
     gather_dq(p, rows, sums);
     __syncthreads();

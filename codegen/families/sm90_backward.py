@@ -310,6 +310,7 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "arrives_named": False,
         "roles_meet": False,
         "columns_of_out": "kHeadDim",
+        "columns_of_sums": "kHeadDim",  # of a row of dq_accum
         "row_lanes": 1 << (head_dim // 8 - 1).bit_length(),  # threads per row in _preprocess, one chunk each
         "helper_threads": HELPER_THREADS,
     }

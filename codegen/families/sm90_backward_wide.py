@@ -4,6 +4,10 @@ Sums of dK and dV of 64 keys no longer fit beside each other in a warpgroup's re
 warpgroups share a key tile: one sums dV, the other dK, both transposed (columns x keys), so that tiles may have any
 number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products for head_dim 192 and 256.
 
+Rows lie in shared memory in panels of 64 columns. Of a head_dim that is no multiple of 64, TMA fills the last panel with
+zeros and drops what it would store past the row; S and dP take the k16 steps of head_dim alone, and of dQ only the
+columns of head_dim are added.
+
 Additions of dQ to device memory hold up the warps that issue them. So consumers store as much of dQ to shared memory as
 there is room for (`staged_columns`), and warps of the producer have TMA add it. With deterministic sums consumers store
 all of dQ there, if need be a subtile at a time, so that only those warps wait for the blocks that add before. With
@@ -95,9 +99,14 @@ class Sm90BackwardWide(Tuning):
 # ---- Plan
 
 
+def panels_of(dim: int) -> int:
+    """Panels of a row; the last one may end with zeros."""
+    return -(-dim // COLUMNS)
+
+
 def dq_units(p: Problem, of_second: int = 0) -> tuple[int, int]:
     """Units of 64 columns of dQ that each consumer computes; by default both have about the same work in a step."""
-    units, units_v = p.head_dim // COLUMNS, p.head_dim_v // COLUMNS
+    units, units_v = panels_of(p.head_dim), panels_of(p.head_dim_v)
     first = units - of_second if of_second else min(units, max(0, (2 * units - units_v + 1) // 2))
     return first, units - first
 
@@ -107,12 +116,6 @@ def plan(spec: Spec) -> Plan:
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90BackwardWide)
     require_hopper(p, "backward", HEAD_DIM_LIMIT)
-    for name, dim in (("head_dim", p.head_dim), ("head_dim_v", p.head_dim_v)):
-        if dim % COLUMNS or not COLUMNS <= dim <= HEAD_DIM_LIMIT:
-            raise Infeasible(
-                f"{name} {dim}: the wide sm90a backward takes multiples of {COLUMNS} up to {HEAD_DIM_LIMIT}; "
-                "sm90 takes this call"
-            )
     _require_mask(p)
     require_score_gradients(spec, t.deterministic)
     _require_tuning(p, t)
@@ -140,6 +143,7 @@ def plan(spec: Spec) -> Plan:
         dq_accum=True,
         dq_semaphore=t.deterministic,
         descending=descending,
+        columns=panels_of(p.head_dim) * COLUMNS,
         deterministic=t.deterministic,
         tensor_maps=_tensor_maps(p, t),
         constants=_constants(p, t)
@@ -153,13 +157,14 @@ def plan(spec: Spec) -> Plan:
 
 def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     """Constants about the tiles, who computes what, and which shared parts of templates/sm90a/ are used."""
+    panels, panels_v = panels_of(p.head_dim), panels_of(p.head_dim_v)
     common: dict[str, int | str] = {
         "type": wgmma_type(p.dtype),
         "columns": COLUMNS,
-        "panels": p.head_dim // COLUMNS,
-        "panels_v": p.head_dim_v // COLUMNS,
+        "panels": panels,
+        "panels_v": panels_v,
         "tail": 0,
-        "copies": 1,
+        "copies": 1 if _whole_panels(p) else max(panels, panels_v),
         "swizzle": SWIZZLE_CODE[COLUMNS * 2],
         "first_dq_columns": "kHeadDim",
         "parted_dq": False,
@@ -167,6 +172,9 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "adds_quads": True,
         "keys_in_regs": False,
         "columns_of_out": "kHeadDimV",
+        "columns_of_sums": "kMain",
+        "padded": panels * COLUMNS != p.head_dim,  # columns of dQ past head_dim are not added
+        "half_matrices": False,  # TMA drops columns past head_dim
         "row_lanes": 1 << (p.head_dim_v // 8 - 1).bit_length(),
         "helper_threads": HELPER_THREADS,
     }
@@ -198,7 +206,9 @@ def _pair_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "staged_first": staged_columns(p, t) > 0,
         "adds_quads": staged_columns(p, t) == 0 and not _stages_all(t),
         "dq_columns_of_first": COLUMNS,
-        "dq_columns_of_second": p.head_dim // PAIR - COLUMNS,
+        "dq_columns_of_second": panels_of(p.head_dim) * COLUMNS // PAIR - COLUMNS,
+        "sums": _sum_columns(p.head_dim),  # columns of dK that are computed
+        "sums_v": _sum_columns(p.head_dim_v),
         "peer_panels": _peer_panels(p),
         "arrives_named": False,
         "roles_meet": True,
@@ -207,7 +217,17 @@ def _pair_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
 
 def _peer_panels(p: Problem) -> int:
     """Panels of the other block's K that hold a block's half of the columns of dQ."""
-    return -(-p.head_dim // PAIR // COLUMNS)
+    return -(-panels_of(p.head_dim) // PAIR)
+
+
+def _whole_panels(p: Problem) -> bool:
+    """Do whole panels make the rows, so that one copy moves all of them?"""
+    return p.head_dim % COLUMNS == 0 and p.head_dim_v % COLUMNS == 0
+
+
+def _sum_columns(dim: int) -> int:
+    """Columns of dK or dV that a consumer of a pair computes: as many as stmatrix stores at a time."""
+    return -(-dim // 16) * 16
 
 
 def _require_mask(p: Problem) -> None:
@@ -259,7 +279,7 @@ def _require_order(p: Problem, t: Sm90BackwardWide) -> None:
     """Infeasible for shares of dQ and orders of products that single blocks do not have."""
     if t.s_late:
         raise Infeasible("s_late: needs a pair of blocks; set it to 0 for single ones")
-    units, balanced = p.head_dim // COLUMNS, dq_units(p)[1]
+    units, balanced = panels_of(p.head_dim), dq_units(p)[1]
     if not 0 <= t.dq_of_second <= units:
         raise Infeasible(f"dq_of_second {t.dq_of_second}: must be 0 to {units}")
     if t.dq_of_second and t.dq_of_second == balanced:
@@ -275,9 +295,9 @@ def _require_pair(p: Problem, t: Sm90BackwardWide) -> None:
         )
     if t.tile_n != PAIR * PAIR_KEYS:
         raise Infeasible(f"tile_n {t.tile_n}: must be {PAIR * PAIR_KEYS} for a pair of blocks")
-    if p.head_dim <= COLUMNS * PAIR or p.head_dim_v < COLUMNS * PAIR:
+    if p.head_dim <= COLUMNS * PAIR or p.head_dim_v <= COLUMNS * (PAIR - 1):
         raise Infeasible(
-            f"head_dim {p.head_dim} and {p.head_dim_v} of v: pairs of blocks take 192 and 256, and 128 and more of v"
+            f"head_dim {p.head_dim} and {p.head_dim_v} of v: pairs of blocks take more than 128, and more than 64 of v"
         )
 
 
@@ -293,8 +313,8 @@ def live_registers(p: Problem, t: Sm90BackwardWide) -> int:
 
 def _sums_of_pair(p: Problem) -> int:
     """Of a consumer of a pair: dV beside what a score reads for each pair, or dK beside gradients of its tensors."""
-    first = p.head_dim_v // 2 + SCORE_REGISTERS * _reads_apart(p)
-    return max(first, p.head_dim // 2 + SCORE_REGISTERS * bool(p.score.wanted))
+    first = _sum_columns(p.head_dim_v) // 2 + SCORE_REGISTERS * _reads_apart(p)
+    return max(first, _sum_columns(p.head_dim) // 2 + SCORE_REGISTERS * bool(p.score.wanted))
 
 
 def _reads_apart(p: Problem) -> bool:
@@ -341,12 +361,12 @@ def _stages_all(t: Sm90BackwardWide) -> bool:
 
 
 def _sums(p: Problem, t: Sm90BackwardWide) -> int:
-    return max(p.head_dim, p.head_dim_v) // COLUMNS * t.tile_n // 2
+    return panels_of(p.largest_dim) * t.tile_n // 2
 
 
 def _shared_bytes(p: Problem, t: Sm90BackwardWide, staged: int) -> int:
     """Shared memory of a block with `staged_columns` of dQ, in the order in which it lies there."""
-    row, row_v = p.head_dim * 2, p.head_dim_v * 2
+    row, row_v = (panels_of(dim) * COLUMNS * 2 for dim in (p.head_dim, p.head_dim_v))
     keys = PAIR_KEYS if t.pair else t.tile_n
     tiles = keys * (row + row_v) + t.tile_m * (t.stages * row + t.stages_dout * row_v)
     scores, barriers = 3 * keys * t.tile_m * 2, 2 + 2 * (t.stages + t.stages_dout)
@@ -357,7 +377,7 @@ def _shared_bytes(p: Problem, t: Sm90BackwardWide, staged: int) -> int:
         of_ds = 4 if t.staging == WHOLE else 3  # of each buffer
         scores, barriers = keys * t.tile_m * (4 + 2 * PAIR * 2), barriers + 1 + of_ds * 2 + of_dq
     elif t.staging == WHOLE:  # a place for each unit of 64 columns, with two barriers
-        units = p.head_dim // COLUMNS
+        units = panels_of(p.head_dim)
         dq, barriers = dq * units, barriers + 2 * units + CONSUMERS * t.deterministic
     elif staged:  # and other barriers for odd steps, or which unit is there
         dq, barriers = dq * CONSUMERS, barriers + 3 * CONSUMERS
@@ -371,7 +391,8 @@ def _shared_bytes(p: Problem, t: Sm90BackwardWide, staged: int) -> int:
 
 
 def _tensor_maps(p: Problem, t: Sm90BackwardWide) -> tuple[TensorMap, ...]:
-    panels, panels_v = p.head_dim // COLUMNS, p.head_dim_v // COLUMNS
+    together = _whole_panels(p)  # else a map of whole rows, which TMA copies panel by panel
+    panels, panels_v = (panels_of(dim) if together else 1 for dim in (p.head_dim, p.head_dim_v))
     keys = PAIR_KEYS if t.pair else t.tile_n
     rows = (
         ("q", t.tile_m, panels),
@@ -475,7 +496,7 @@ def _wider(problem: Problem) -> Iterator[Sm90BackwardWide]:
 def _wider_single_blocks(problem: Problem) -> Iterator[Sm90BackwardWide]:
     tiles = (80, 64, 48) if problem.largest_dim > 192 else (96, 80, 64, 112, 128)
     balanced = dq_units(problem)[1]
-    shares = [0, *(n for n in (balanced + 1, balanced - 1) if 0 < n <= problem.head_dim // COLUMNS)]
+    shares = [0, *(n for n in (balanced + 1, balanced - 1) if 0 < n <= panels_of(problem.head_dim))]
     for tile_n, stages, stages_dout, dq_behind_dv, of_second, loaders in product(
         tiles, (2, 3), (1, 2), (True, False), shares, (1, 2)
     ):

@@ -112,6 +112,7 @@ class EmulatedWide:
         for name, x in tensors.items():
             setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
         p.batch, p.heads_q, p.seq_q, head_dim = tensors["q"].shape
+        columns = self.plan.columns  # of a row of sums of dQ
         p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
         tuning = self.plan.spec.tuning
         assert isinstance(tuning, Sm90BackwardWide)
@@ -119,7 +120,7 @@ class EmulatedWide:
         p.padded_q = p.tiles_m * tuning.tile_m
         p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
         rows = p.batch * p.heads_q * p.padded_q
-        sums = [torch.full((rows * width,), math.nan) for width in (self.plan.row_stats, head_dim)]
+        sums = [torch.full((rows * width,), math.nan) for width in (self.plan.row_stats, columns)]
         p.delta, p.dq_accum, p.lse = sums[0].data_ptr(), sums[1].data_ptr(), lse.data_ptr()
         captured = (*self.score_tensors, *(mask.tensors if isinstance(mask, FunctionMask) else ()))
         for i, x in enumerate(captured):
@@ -131,7 +132,7 @@ class EmulatedWide:
         semaphores = torch.full((rows // tuning.tile_m,), -1, dtype=torch.int32)
         p.dq_semaphore = semaphores.data_ptr()
         dq_accum = ctypes.c_void_p(p.dq_accum)
-        self.library.prepare(seed, change, dq_accum, ctypes.c_long(rows * head_dim))
+        self.library.prepare(seed, change, dq_accum, ctypes.c_long(rows * columns))
         self.library.run_preprocess(ctypes.byref(p), rows // tuning.tile_m)
         maps, first = self._maps(tensors)
         sizes = p.tiles_n * p.batch * p.heads_kv, 1 + tuning.pair, self.plan.launches[1].shared_bytes
@@ -157,7 +158,7 @@ class EmulatedWide:
         """
         problem = self.plan.spec.problem
         sizes = replace(shape, head_dim=problem.head_dim, dim_v=problem.head_dim_v)
-        x = draw(sizes, torch.bfloat16, "cpu", seed=seed)
+        x = draw(sizes, torch.bfloat16, "cpu", "slice", seed)  # NaN follows each row
         q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
         visible = mask or make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
         values = [t.detach().double() for t in learned]
@@ -186,7 +187,8 @@ class EmulatedWide:
         first = -ctypes.addressof(words) % 64 // 8
         for i, box in enumerate(boxes):
             x = tensors[box.tensor]
-            values = [x.data_ptr(), *x.stride()[:3], x.shape[2], box.columns, box.rows, box.panels]
+            width = box.columns if box.panels > 1 else x.shape[3]
+            values = [x.data_ptr(), *x.stride()[:3], x.shape[2], box.columns, box.rows, box.panels, width]
             for place, value in enumerate(values, first + WORDS * i):
                 words[place] = value
         return words, ctypes.addressof(words) + first * 8

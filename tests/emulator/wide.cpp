@@ -13,7 +13,7 @@
 #include "fibers.h"
 
 // As in the text of kernels; words: data, strides in elements of batch, head and row; rows, columns of a box, its rows,
-// its panels.
+// its panels; columns that a column coordinate may have.
 struct alignas(64) TensorMap {
     unsigned long long words[16];
 };
@@ -401,7 +401,7 @@ static void each_chunk(const TensorMap& map, int column, int row, int panel, int
     for (int i = 0; i < panels; ++i) {
         for (int r = 0; r < rows; ++r) {
             for (int c = 0; c < columns; c += 8, place += 16) {
-                const bool inside = row + r < words[4];
+                const bool inside = row + r < words[4] && column + c < words[8];
                 move(place, inside ? data + (row + r) * words[3] + (panel + i) * columns + column + c : nullptr);
             }
         }

@@ -92,6 +92,12 @@ def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -
         ((192, 128), Mask.SPANS, {"staging": 2, "stages": 3, "s_late": True}),
         ((192, 256), Mask.FULL, {"staging": 2}),
         ((256, 128), Mask.SPANS, {"staging": 2, "stages_dout": 2}),
+        ((136, 136), Mask.CAUSAL, {"stages_dout": 2}),
+        ((160, 160), Mask.SPANS, {"staging": 2, "s_late": True}),
+        ((224, 224), Mask.FULL, {}),
+        ((200, 72), Mask.CAUSAL, {"deterministic": True, "staging": 2}),
+        ((192, 96), Mask.FULL, {"deterministic": True}),
+        ((152, 256), Mask.CAUSAL, {"s_late": True}),
     ],
 )
 def test_gradients_on_the_cpu(
