@@ -4,9 +4,9 @@ Sums of dK and dV of 64 keys no longer fit beside each other in a warpgroup's re
 warpgroups share a key tile: one sums dV, the other dK, both transposed (columns x keys), so that tiles may have any
 number of keys. FlashAttention-3 (arXiv:2407.08608) chooses the same products for head_dim 192 and 256.
 
-Rows lie in shared memory in panels of 64 columns. Of a head_dim that is no multiple of 64, TMA fills the last panel with
-zeros and drops what it would store past the row; S and dP take the k16 steps of head_dim alone, and of dQ only the
-columns of head_dim are added.
+Rows lie in shared memory in panels of 64 columns. If head_dim is no multiple of 64, TMA fills the last panel with zeros
+and drops what it would store past the row; S and dP take the k16 steps of head_dim alone, and of dQ only the columns of
+head_dim are added.
 
 Additions of dQ to device memory hold up the warps that issue them. So consumers store as much of dQ to shared memory as
 there is room for (`staged_columns`), and warps of the producer have TMA add it. With deterministic sums consumers store
