@@ -441,6 +441,20 @@ class FunctionMask(_Listed, _Whole):
         return f"FunctionMask({self.text!r}, seq_q={self.seq_q}, seq_k={self.seq_k}, device={self.device})"
 
 
+def transient() -> bool:
+    """Whether tensors that are made now must not be kept, or read on the host.
+
+    So it is in a trace, under FakeTensorMode and torch.func's transforms, and while a CUDA graph is captured.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    )
+
+
 def round_visible_keys(visible_keys: float | None) -> int:
     """`visible_keys` rounded towards 0 to a power of two, 1 at least; 0 for None. Under torch.compile as it is.
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnforge.bagel.packing import PackedMask
+from attnforge.runtime.mask_intervals import columns
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.ops import attention
 from attnforge.runtime.prologue import ExpertRows
@@ -145,12 +146,13 @@ def from_dense(masks: Sequence[Tensor], sample_lens: Sequence[int]) -> Pack:
         raise ValueError(f"nested_attention_masks: shapes {shapes} do not fit sample_lens {lens}")
     starts, ends, counts, fine, first = [], [], [], [], 0
     for mask in masks:
-        for columns in mask.split(_COLUMNS, dim=1) if mask.numel() else ():
-            start, count, good = _columns(columns)
+        for part in mask.split(_COLUMNS, dim=1) if mask.numel() else ():
+            visible = part == 0
+            start, count, runs = columns(visible)
             starts.append(start + first)
             ends.append(start + count + first)
             counts.append(count)
-            fine.append(good)
+            fine.append((runs <= 1).all() & (visible | (part == -torch.inf)).all())
         first += mask.shape[0]
     if not fine:
         raise ValueError("sample_lens: the pack has no token")
@@ -169,17 +171,6 @@ def from_dense(masks: Sequence[Tensor], sample_lens: Sequence[int]) -> Pack:
         return spans
 
     return Pack(first, build, torch.bfloat16)
-
-
-def _columns(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each key its first query and the number of queries; and one bool: whether all of them are intervals."""
-    visible = mask == 0
-    count = visible.sum(0)
-    start = visible.to(torch.uint8).argmax(0)  # the first of equals
-    row = torch.arange(mask.shape[0], device=mask.device)[:, None]
-    run = (row >= start) & (row < start + count)
-    good = (run == visible).all() & (visible | (mask == -torch.inf)).all()
-    return start, count, good
 
 
 def expect_pack(name: str, value: Any) -> Pack:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnforge.runtime.integrations.spans_tensor import may_keep, once
+
 Forward = Callable[..., tuple[Tensor, None]]
 
 log = logging.getLogger("attnforge")
@@ -149,7 +151,7 @@ def _falcon(
     if alibi is not None:
         dropout = self.attention_dropout.p if self.training else 0.0
         if attention_mask is not None:
-            attention_mask = visible_pairs(attention_mask[:, :1])
+            attention_mask = _visible_once(attention_mask[:, :1])
         alibi = alibi.view(q.shape[0], q.shape[1], 1, -1) * self.inv_norm_factor
     out = _attend(attention, self, (q, k, v), attention_mask, alibi, dropout, output_attentions)
     return self.dense(out), None
@@ -158,6 +160,12 @@ def _falcon(
 def visible_pairs(mask: Tensor) -> Tensor:
     """A model's mask as bool. Models hide keys by False, or in an additive mask by -inf or the dtype's least value."""
     return mask > torch.finfo(mask.dtype).min / 2 if mask.dtype.is_floating_point else mask.bool()
+
+
+def _visible_once(mask: Tensor) -> Tensor:
+    """`visible_pairs`, as one tensor for all layers, of which attention makes one mask."""
+    keep = mask.dtype.is_floating_point and may_keep(mask)  # what is kept must not be the mask itself
+    return once(visible_pairs, mask) if keep else visible_pairs(mask)
 
 
 def _attend(

@@ -20,7 +20,7 @@ from attnforge.runtime.inputs import (
     expect_tensors,
 )
 from attnforge.runtime.kernels import with_index
-from attnforge.runtime.masks import Causal, Spans, load_operators
+from attnforge.runtime.masks import Causal, Spans, load_operators, transient
 from attnforge.runtime.ops import attention
 from attnforge.runtime.scores import Score, alibi
 from attnforge.runtime.scores import softcap as softcap_of
@@ -200,9 +200,7 @@ def band(seq_q: int, seq_k: int, sides: Sides, device: torch.device) -> Causal |
     if sides.left < 0 and sides.right <= 0:
         return Causal() if sides.right == 0 else None
     device = with_index(device)
-    # Tensors made in a trace, under FakeTensorMode or while a CUDA graph is captured must not be kept.
-    passing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    if passing or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if transient():
         return _make_band(seq_q, seq_k, sides, device)
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
     return _kept_band(seq_q, seq_k, sides, device, stream)

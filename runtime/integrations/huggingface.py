@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from attnforge.runtime.build.settings import disabled
 from attnforge.runtime.integrations import alibi_models
 from attnforge.runtime.integrations.alibi_models import visible_pairs
 from attnforge.runtime.integrations.flash_attn import documents
-from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.integrations.spans_tensor import SpansTensor, mask_of
+from attnforge.runtime.mask_intervals import spans_of
+from attnforge.runtime.masks import Causal, DenseMask, Spans, transient
 from attnforge.runtime.ops import Mask, attention
 from attnforge.runtime.scores import Score, alibi, bias, softcap
 
@@ -91,8 +94,41 @@ def model_mask(*arguments: Any, config: Any = None, **named: Any) -> Tensor | No
         # In such layers Gemma 4 keeps the last queries only, and their rows of the mask. "Causal" would not tell which.
         # MPT converts its mask, without asking whether there is one.
         named["allow_is_causal_skip"] = False
-    mask: Tensor | None = sdpa_mask(*arguments, config=config, **named)
-    return mask
+    if arguments or transient():
+        mask: Tensor | None = sdpa_mask(*arguments, config=config, **named)
+        return mask
+    return _made_by(sdpa_mask, {"config": config, **named})
+
+
+class _Needed(Exception):
+    """Raised where transformers begins to make a mask."""
+
+
+def _stop(*_: Any) -> Tensor:
+    raise _Needed
+
+
+def _made_by(sdpa_mask: Callable[..., Tensor | None], named: dict[str, Any]) -> Tensor | None:
+    """sdpa_mask(**named), as a SpansTensor where Spans can hold it: then the pairs of a few keys at a time are made."""
+    try:
+        # First, whether transformers takes no mask for enough; reading padding, it waits for the device.
+        return sdpa_mask(**{**named, "mask_function": _stop})
+    except _Needed:
+        pass
+    named |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    offset = named.get("kv_offset", 0)
+
+    def part(first: int, end: int) -> Tensor:
+        made = sdpa_mask(**{**named, "kv_length": end - first, "kv_offset": offset + first})
+        assert made is not None
+        return made
+
+    keys = named["kv_length"]
+    sample = part(0, 1) if keys else None
+    if sample is None or sample.numel() == 0 or sample.device.type not in ("cpu", "cuda"):
+        return sdpa_mask(**named)
+    spans = spans_of(part, keys)
+    return sdpa_mask(**named) if spans is None else SpansTensor(spans, (*sample.shape[:3], keys))
 
 
 def _own_attention(config: Any) -> str | None:
@@ -156,7 +192,8 @@ def attention_forward(
     causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     samples = _samples(query, key, causal and attention_mask is None, kwargs)
     if attention_mask is not None:
-        attention_mask = attention_mask[..., : key.shape[2]]
+        if attention_mask.shape[-1] != key.shape[2]:
+            attention_mask = attention_mask[..., : key.shape[2]]
     elif samples is not None:
         mask = samples
     elif causal:
@@ -164,11 +201,13 @@ def attention_forward(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
         mask = Causal()
-    if kwargs.get("indices") is not None:
-        attention_mask = _selected(attention_mask, kwargs["indices"], key.shape[2])
+    indices = kwargs.get("indices")
+    if indices is not None:
+        attention_mask = _selected(attention_mask, indices, key.shape[2])
     if attention_mask is not None:
         position_bias = _added(attention_mask, position_bias, alibi_slopes)
-        mask = _dense(_visible(attention_mask, samples, query.shape[2]), query.shape[2])
+        sizes = query.shape[2], key.shape[2]
+        mask = _combined(attention_mask, samples, *sizes, of_layer=indices is not None)
         alibi_slopes = None if attention_mask.dtype.is_floating_point else alibi_slopes
     # Of lines, queries are no earlier than Sk - Sq, so that all visible keys are on one side.
     score = _score(kwargs.get("softcap"), position_bias, alibi_slopes, key.shape[2] - query.shape[2])
@@ -208,9 +247,19 @@ def _refuse(dropout: float, arguments: dict[str, Any]) -> None:
             )
 
 
-def _visible(mask: Tensor, samples: Spans | None, rows: int) -> Tensor:
-    visible = visible_pairs(mask)
-    return visible if samples is None else visible & samples.visible(rows, mask.shape[-1], mask.device)
+def _combined(mask: Tensor, samples: Spans | None, rows: int, keys: int, of_layer: bool) -> Spans | DenseMask:
+    """What a model's mask and `samples` both show. of_layer: each layer makes a mask, which is not worth converting."""
+    if of_layer or mask.dtype != torch.bool:
+        visible = visible_pairs(mask)
+        if visible.shape[-2] == 1:  # one row for all queries
+            visible = visible.expand(*visible.shape[:-2], rows, -1)
+        return DenseMask(visible if samples is None else visible & samples.visible(rows, keys, mask.device))
+    found = mask_of(mask, rows, keys)
+    if samples is None:
+        return found
+    if isinstance(found, Spans):
+        return found & samples  # of one interval, so that there are no more than before
+    return DenseMask(found.mask & samples.visible(rows, keys, mask.device))
 
 
 def _added(mask: Tensor, position_bias: Tensor | None, slopes: Tensor | None) -> Tensor | None:
@@ -220,11 +269,6 @@ def _added(mask: Tensor, position_bias: Tensor | None, slopes: Tensor | None) ->
     if slopes is not None:
         position_bias = slopes[..., None, None] * torch.arange(mask.shape[-1], device=mask.device)
     return mask if position_bias is None else position_bias + mask
-
-
-def _dense(visible: Tensor, rows: int) -> DenseMask:
-    """transformers' mask, which may have one row for all queries."""
-    return DenseMask(visible.expand(*visible.shape[:-2], rows, -1) if visible.shape[-2] == 1 else visible)
 
 
 def _selected(mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
+from attnforge.runtime import mask_intervals
 from attnforge.runtime.integrations import huggingface
+from attnforge.runtime.integrations.spans_tensor import SpansTensor
 
 DEVICES = [
     pytest.param("cpu", torch.float32, id="cpu-fp32"),
@@ -87,10 +89,150 @@ def test_a_model_is_the_same(case: str, device: str, dtype: torch.dtype, qwen: A
     theirs = results_of(qwen("sdpa", device, dtype, **changes), arguments)
     ours = results_of(qwen("attnforge", device, dtype, **changes), arguments)
     assert len(calls) == 2
-    assert {type(mask) for mask in calls} == {attnforge.Causal if case == "causal" else attnforge.DenseMask}
+    assert {type(mask) for mask in calls} == {attnforge.Causal if case == "causal" else attnforge.Spans}
+    assert case == "causal" or calls[0] is calls[1], "layers do not share the mask and its schedules"
     for name, answer in exact.items():
         mine, peer = error(ours[name], answer), error(theirs[name], answer)
         assert mine <= RATIO[dtype] * peer, f"{name}: error {mine:.1e}, SDPA's {peer:.1e}"
+
+
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 16}),
+    "gpt-oss": ("GptOssForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+@pytest.mark.parametrize("case", ["whole", "padded left", "padded right", "packed"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_of_two_masks_are_the_same(name: str, case: str, calls: list[Any]) -> None:
+    """Softcap, sinks and sliding windows: logits and all gradients beside eager attention."""
+    transformers = pytest.importorskip("transformers", minversion="4.56")
+    attnforge.register_huggingface()
+    cls, sizes = DECODERS[name]
+    tokens = torch.randint(1, 64, (2, 30), generator=torch.Generator().manual_seed(1))
+    place, seen = torch.arange(30), torch.ones(2, 30, dtype=torch.bool)
+    if case.startswith("padded"):
+        seen[1] = place >= 7 if case == "padded left" else place < 23
+    arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+    if case == "packed":
+        arguments["position_ids"] = torch.cat([place[:12], place[:18]]).expand(2, 30)
+    elif case != "whole":
+        arguments["attention_mask"] = seen.long()
+    # A label is of the row before it: none of a row that sees no key, where eager attention sees all of them.
+    arguments["labels"] = tokens.masked_fill(~(seen & seen.roll(1, 1)), -100)
+    results = []
+    for implementation in ("attnforge", "eager"):
+        torch.manual_seed(0)
+        config = getattr(transformers, cls).config_class(
+            vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, sliding_window=9, pad_token_id=0,
+            layer_types=["sliding_attention", "full_attention"], **sizes,
+        )  # fmt: skip
+        model = getattr(transformers, cls)._from_config(config, attn_implementation=implementation)
+        output = model(**arguments)
+        output.loss.backward()
+        answers = {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+        results.append(answers | {"logits": output.logits.detach()[seen]})
+    # gpt-oss makes its masks without position_ids.
+    causal = case == "whole" or (name, case) == ("gpt-oss", "packed")
+    assert [type(mask) for mask in calls] == [
+        attnforge.Spans,
+        attnforge.Causal if causal else attnforge.Spans,
+    ]
+    for key, answer in results[1].items():
+        assert error(results[0][key], answer) < 1e-4, key
+
+
+@pytest.fixture
+def masking(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Tensor]]:
+    """transformers' module of masks, and the masks that its sdpa_mask makes."""
+    library = pytest.importorskip("transformers.masking_utils")
+    attnforge.register_huggingface()
+    made: list[Tensor] = []
+    theirs = library.sdpa_mask
+
+    def spy(**named: Any) -> Tensor | None:
+        mask: Tensor | None = theirs(**named)
+        if mask is not None:
+            made.append(mask)
+        return mask
+
+    monkeypatch.setattr(library, "sdpa_mask", spy)
+    return library, made
+
+
+SIZES: dict[str, Any] = {"batch_size": 2, "q_length": 40, "kv_length": 40, "q_offset": 0, "kv_offset": 0}
+
+
+MASK_CASES: dict[str, tuple[dict[str, int], bool]] = {  # sizes, and whether an entry is padded
+    "padded": ({}, True),
+    "window": ({}, True),
+    "chunks": ({}, False),
+    "packed": ({}, False),
+    "both ways": ({}, True),
+    "images": ({}, False),
+    "by vmap": ({}, True),
+    "a prefix in the cache": ({"q_length": 9, "q_offset": 31}, True),
+    "a window of the cache": ({"q_length": 6, "kv_length": 15, "q_offset": 34, "kv_offset": 25}, True),
+    "room in the cache": ({"q_length": 9, "q_offset": 12}, True),
+    "one token": ({"q_length": 1, "q_offset": 39}, True),
+}
+
+
+def function_of(case: str, library: Any) -> Any:
+    """A mask function of transformers."""
+    place = torch.arange(40).expand(2, 40)
+    causal, windowed = library.causal_mask_function, library.sliding_window_causal_mask_function(9)
+    image = torch.where((place > 5) & (place < 20), 0, -1)
+    if case in ("window", "a window of the cache", "by vmap"):
+        return windowed
+    if case == "chunks":
+        return library.chunked_causal_mask_function(9, torch.tensor([0, 7]))
+    if case == "packed":
+        return library.and_masks(causal, library.packed_sequence_mask_function(place // 15))
+    if case == "images":
+        return library.or_masks(windowed, library.blockwise_overlay(image))
+    return library.bidirectional_mask_function if case == "both ways" else causal
+
+
+@pytest.mark.parametrize("case", MASK_CASES)
+def test_masks_of_transformers_are_spans(
+    case: str, masking: tuple[Any, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same pairs as transformers' own mask; and never all of them at a time."""
+    pytest.importorskip("transformers", minversion="5")
+    library, made = masking
+    sizes, padded = MASK_CASES[case]
+    arguments = SIZES | sizes
+    arguments |= {"mask_function": function_of(case, library), "allow_is_causal_skip": False}
+    arguments["attention_mask"] = torch.arange(40) >= torch.tensor([[0], [7]]) if padded else None
+    arguments["use_vmap"] = case == "by vmap"
+    expected = library.sdpa_mask(**arguments)
+    made.clear()
+    monkeypatch.setattr(mask_intervals, "CHUNK", 400)
+    mask = huggingface.model_mask(**arguments)
+    assert isinstance(mask, SpansTensor)
+    assert mask.spans is not None
+    assert mask.shape == expected.shape
+    assert max(x.numel() for x in made) <= 400
+    assert torch.equal(mask.spans.visible(*expected.shape[2:]).expand(expected.shape), expected)
+
+
+def test_masks_of_more_intervals_are_plain(masking: tuple[Any, list[Tensor]]) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    mask = huggingface.model_mask(
+        **SIZES, mask_function=lambda b, h, q, k: (q + k) % 3 == 0, allow_is_causal_skip=False
+    )
+    assert type(mask) is Tensor
+    assert torch.equal(mask[1, 0], (torch.arange(40)[:, None] + torch.arange(40)) % 3 == 0)
+
+
+def test_no_mask_where_transformers_makes_none(masking: tuple[Any, list[Tensor]]) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    full = torch.ones(2, 40, dtype=torch.bool)
+    assert huggingface.model_mask(**SIZES, attention_mask=full) is None
+    assert not masking[1]
 
 
 def test_generation_is_the_same(qwen: Any) -> None:
@@ -116,7 +258,7 @@ def test_the_function_itself(calls: list[Any]) -> None:
     assert call().shape == (2, 20, 4, 16)
     call(is_causal=False)
     call(attention_mask=torch.ones(2, 1, 20, 25, dtype=torch.bool).tril())
-    assert [type(mask) for mask in calls] == [attnforge.Causal, type(None), attnforge.DenseMask]
+    assert [type(mask) for mask in calls] == [attnforge.Causal, type(None), attnforge.Spans]
     assert torch.allclose(
         call(), call(attention_mask=torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()), atol=1e-5
     )
@@ -175,7 +317,7 @@ def test_caps_and_sinks_of_models(calls: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min])
-def test_an_additive_mask(hidden: float, calls: list[Any]) -> None:
+def test_an_additive_mask(hidden: float) -> None:
     """Added to the scores; keys hidden by it are never seen, even by a row that sees no other."""
     visible = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
     visible[1, :, :, :3] = False
@@ -190,7 +332,6 @@ def test_an_additive_mask(hidden: float, calls: list[Any]) -> None:
     )
     assert not torch.allclose(out, call(attention_mask=visible), atol=1e-2)
     assert out[1, :3].eq(0).all()
-    assert {type(mask) for mask in calls} == {attnforge.DenseMask}
 
 
 def test_a_position_bias() -> None:
@@ -204,6 +345,105 @@ def test_a_position_bias() -> None:
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     (mine,), (answer,) = (torch.autograd.grad(x.square().sum(), bias) for x in (out, expected))
     torch.testing.assert_close(mine, answer, atol=1e-4, rtol=1e-4)
+
+
+def operands(device: str, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v (2, 4, 130, 64) with gradients; odd lengths of tiles."""
+    made = torch.randn(3, 2, 4, 130, 64, generator=torch.Generator().manual_seed(2))
+    return [x.to(device, dtype).requires_grad_() for x in made]
+
+
+def eager(inputs: list[Tensor], visible: Tensor, scale: float, added: Tensor) -> Tensor:
+    """Attention as models write it, (B, Sq, H, D); rows that see no key are zeros."""
+    q, k, v = inputs
+    scores = (q @ k.mT * scale + added).masked_fill(~visible, -1e30)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)) * visible
+    return (weights.to(q.dtype) @ v).transpose(1, 2)
+
+
+def expect_as_exact(
+    ours: Callable[..., Tensor],
+    theirs: Callable[..., Tensor],
+    inputs: list[Tensor],
+) -> None:
+    """The result of `ours` and its gradients: no further off than those of `theirs` in the same dtype."""
+    results = []
+    for function, dtype in ((theirs, torch.float64), (theirs, inputs[0].dtype), (ours, inputs[0].dtype)):
+        given = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        out = function(*given)
+        up = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
+        results.append([out.detach(), *torch.autograd.grad(out, given, up)])
+    for number, (exact, peer, mine) in enumerate(zip(*results, strict=True)):
+        assert mine.isfinite().all(), number
+        bound = max(RATIO[inputs[0].dtype] * error(peer, exact), 1e-6)
+        assert error(mine, exact) <= bound, (
+            f"{number}: {error(mine, exact):.1e}, eager {error(peer, exact):.1e}"
+        )
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_a_position_bias_and_padding(device: str, dtype: torch.dtype, calls: list[Any]) -> None:
+    """An encoder's of T5: one bias for the batch, with a gradient, and a bool mask for each entry."""
+    visible = (torch.arange(130) < torch.tensor([[130], [77]]))[:, None, None].to(device)
+    visible = visible.expand(-1, -1, 130, -1)
+    table = torch.randn(1, 4, 130, 130, generator=torch.Generator().manual_seed(4)).to(device, dtype)
+    expect_as_exact(
+        lambda q, k, v, added: huggingface.attention_forward(
+            nn.Module(), q, k, v, visible, 0.1, is_causal=False, position_bias=added
+        )[0],
+        lambda q, k, v, added: eager([q, k, v], visible, 0.1, added),
+        [*operands(device, dtype), table],
+    )
+    assert [type(mask) for mask in calls] == [attnforge.Spans]
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("infinite", [False, True])
+def test_an_additive_mask_that_hides_rows(infinite: bool, device: str, dtype: torch.dtype) -> None:
+    """Left padding: rows that see no key give zeros and finite gradients."""
+    visible = torch.ones(2, 1, 130, 130, dtype=torch.bool).tril()
+    visible[1, :, :, :70] = False
+    visible = visible.to(device)
+    hidden = -torch.inf if infinite else torch.finfo(dtype).min
+    mask = torch.zeros(2, 1, 130, 130, dtype=dtype, device=device).masked_fill(~visible, hidden)
+    zero = torch.zeros((), device=device)
+    expect_as_exact(
+        lambda q, k, v: huggingface.attention_forward(nn.Module(), q, k, v, mask, 0.1)[0],
+        lambda q, k, v: eager([q, k, v], visible, 0.1, zero.to(q)),
+        operands(device, dtype),
+    )
+    q, k, v = operands(device, dtype)
+    out = huggingface.attention_forward(nn.Module(), q, k, v, mask, 0.1)[0]
+    assert out[1, :70].eq(0).all()
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_alibi_of_models(padded: bool, device: str, dtype: torch.dtype, calls: list[Any]) -> None:
+    """Slopes of a causal call; with padding, as Bloom has it, a bias for each key and a bool mask."""
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
+    visible = torch.ones(2, 1, 130, 130, dtype=torch.bool, device=device).tril()
+    place = torch.arange(130, device=device)
+    lines = slopes[:, None, None] * place  # (H, 1, Sk)
+    if padded:
+        visible[1, :, :, :7] = False
+        place = torch.stack((place, (place - 7).clamp(min=0)))
+        lines = slopes[:, None, None] * place[:, None, None]  # (B, H, 1, Sk)
+    given: dict[str, Any] = (
+        {"attention_mask": visible, "position_bias": lines.to(dtype)}
+        if padded
+        else {"attention_mask": None, "alibi_slopes": slopes, "is_causal": True}
+    )
+    # Eager attention in 16 bits rounds the lines; relative to the row's last key they are small where it matters.
+    row = torch.arange(130, device=device)[:, None]
+    moved = slopes[:, None, None] * (torch.arange(130, device=device) - row)
+    expected = lines.to(dtype) if padded else moved
+    expect_as_exact(
+        lambda q, k, v: huggingface.attention_forward(nn.Module(), q, k, v, scaling=0.1, **given)[0],
+        lambda q, k, v: eager([q, k, v], visible, 0.1, expected.to(q.dtype)),
+        operands(device, dtype),
+    )
+    assert [type(mask) for mask in calls] == [attnforge.Spans if padded else attnforge.Causal]
 
 
 def test_keys_of_an_indexer() -> None:
@@ -346,7 +586,8 @@ def test_models_with_alibi_are_the_same(name: str, padded: bool, calls: list[Any
         )
         results.append(answers)
     assert calls
-    assert type(calls[0]) is (attnforge.Causal if name == "bloom" and not padded else attnforge.DenseMask)
+    assert type(calls[0]) is (attnforge.Causal if name == "bloom" and not padded else attnforge.Spans)
+    assert calls[0] is calls[1] or type(calls[0]) is attnforge.Causal
     for key, mine in results[0].items():
         if key == "next":
             assert torch.equal(mine, results[1][key])

@@ -1,0 +1,159 @@
+"""Masks between transformers' mask functions and attention: Spans that models take for a bool tensor.
+
+Models pass a mask from one to the other, and some read, slice or change it on the way. `SpansTensor` is a tensor for
+them, and `mask_of` gives attention its Spans. A bool tensor that somebody else made is converted once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from attnforge.runtime.mask_intervals import spans_of
+from attnforge.runtime.masks import DenseMask, Spans, transient
+
+_aten = torch.ops.aten
+Made = TypeVar("Made")
+
+
+class _Pairs:
+    """The pairs of a SpansTensor once something read them, and the versions of both tensors at that time."""
+
+    def __init__(self) -> None:
+        self.dense: Tensor | None = None
+        self.versions = (0, 0)
+
+
+class SpansTensor(Tensor):
+    """The bool mask (batch, 1, seq_q, seq_k) that `spans` describe, without its pairs until an operator reads them.
+
+    Operators run on the pairs and give plain tensors. Changes in place, also of views, change the pairs, after which
+    `spans` is None. Compiled code may pass it on to attention; an operator on it breaks the graph.
+    """
+
+    @staticmethod
+    def __new__(cls, spans: Spans, shape: tuple[int, ...], pairs: _Pairs | None = None) -> SpansTensor:
+        made: SpansTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=spans.device
+        )
+        made._made_of = spans
+        made._pairs = _Pairs() if pairs is None else pairs
+        return made
+
+    _made_of: Spans
+    _pairs: _Pairs
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def spans(self) -> Spans | None:
+        """The mask; None if the tensor was changed since."""
+        dense = self._pairs.dense
+        if dense is None:
+            return self._made_of
+        if dense.is_inference() or self.is_inference():
+            return None  # these do not count changes
+        return self._made_of if self._pairs.versions == (self._version, dense._version) else None
+
+    def dense(self) -> Tensor:
+        """The pairs, the same tensor at each call."""
+        if self._pairs.dense is None:
+            seen = self._made_of.visible_rows(torch.arange(self.shape[2], device=self.device))
+            pairs = seen.expand(self.shape).contiguous()
+            self._pairs.dense = pairs
+            if not pairs.is_inference() and not self.is_inference():
+                self._pairs.versions = (self._version, pairs._version)
+        return self._pairs.dense
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _aten.detach.default:  # activation checkpointing detaches what it keeps
+            mask: SpansTensor = args[0]
+            return SpansTensor(mask._made_of, tuple(mask.shape), mask._pairs)
+        args, kwargs = tree_map_only(SpansTensor, SpansTensor.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SpansTensor({self._made_of!r}, shape={tuple(self.shape)})"
+
+    def tolist(self) -> Any:
+        """The pairs as nested lists."""
+        return self.dense().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The pairs as an array, which shares their memory."""
+        return self.dense().numpy(force=force)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dense().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.dense().clone()
+
+
+_LAYOUTS = 4  # parts of a tensor of which something is kept
+
+
+class _Kept(NamedTuple):
+    version: int
+    made: Any
+
+
+# By tensor (of a view, what it is a view of), then by layout, stream and function.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_lock = threading.Lock()
+
+
+def once(make: Callable[[Tensor], Made], mask: Tensor) -> Made:
+    """make(mask), the same object for the same tensor until torch counts a change of it."""
+    owner = mask if mask._base is None else mask._base
+    stream = torch.cuda.current_stream(mask.device).stream_id if mask.is_cuda else 0
+    key = (mask.shape, mask.stride(), mask.storage_offset(), stream, make)
+    with _lock:
+        masks: dict[Any, _Kept] = _known.setdefault(owner, {})
+        kept = masks.get(key)
+        if kept is None or kept.version != owner._version:
+            if len(masks) == _LAYOUTS:
+                masks.clear()
+            masks[key] = kept = _Kept(owner._version, make(mask))
+    made: Made = kept.made
+    return made
+
+
+def may_keep(mask: Tensor) -> bool:
+    """Whether `once` can be used: not in a trace or capture (`transient`), nor if changes are not counted."""
+    return not (transient() or mask.is_inference())
+
+
+def mask_of(mask: Tensor, rows: int, keys: int) -> Spans | DenseMask:
+    """The mask of a bool tensor that broadcasts to (batch, heads, rows, keys or more), 2-D or 4-D.
+
+    Spans where at most 4 intervals of queries see each key. They are kept with the tensor until it changes, so that the
+    layers of a model share one mask: a host sync for the first. No conversion where `may_keep` forbids it.
+    """
+    if isinstance(mask, SpansTensor):
+        spans = mask.spans if tuple(mask.shape[-2:]) == (rows, keys) else None
+        if spans is not None:
+            return spans
+        mask = mask.dense()
+    visible = mask[..., :keys]
+    if visible.shape[-2] == 1:  # one row for all queries
+        visible = visible.expand(*visible.shape[:-2], rows, -1)
+    if visible.dim() not in (2, 4) or visible.numel() == 0 or not may_keep(mask):
+        return DenseMask(visible)
+    return once(_converted, visible)
+
+
+@torch.no_grad()
+def _converted(visible: Tensor) -> Spans | DenseMask:
+    planes = visible if visible.dim() == 4 else visible[None, None]
+    spans = spans_of(lambda first, end: planes[..., first:end], planes.shape[3])
+    return DenseMask(visible) if spans is None else spans

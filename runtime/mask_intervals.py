@@ -1,0 +1,85 @@
+"""Spans of masks whose pairs are given, or computed, a few columns of keys at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnforge.codegen.spec import MAX_INTERVALS
+from attnforge.runtime.mask_patterns import UNEVEN
+from attnforge.runtime.masks import Spans
+
+CHUNK = 1 << 24  # pairs at a time
+
+# part(first, end): the pairs of the keys first to end, bool (batch or 1, heads or 1, seq_q, end - first).
+Part = Callable[[int, int], Tensor]
+
+
+class Columns(NamedTuple):
+    """For each key, int64 (..., seq_k)."""
+
+    first: Tensor  # the first query that sees it; 0 if none does
+    seen: Tensor  # the number of queries that do
+    runs: Tensor  # in how many intervals
+
+
+def columns(visible: Tensor) -> Columns:
+    """Who sees the keys of a mask, bool (..., seq_q, seq_k) with seq_q > 0."""
+    first = visible.to(torch.uint8).argmax(-2)  # of equals the first
+    begins = (visible[..., 1:, :] > visible[..., :-1, :]).sum(-2)
+    return Columns(first, visible.sum(-2), begins + visible[..., 0, :])
+
+
+def spans_of(part: Part, seq_k: int) -> Spans | None:
+    """The mask as Spans; None if some key is visible to more than MAX_INTERVALS intervals of queries.
+
+    One plane for all batch entries where one interval is enough for each key and they agree. At most CHUNK pairs, or
+    one column, are in memory at a time. One host sync; where keys have several intervals, `part` is called twice.
+    seq_k: above 0, as the number of queries.
+    """
+    sample = _planes(part(0, 1))
+    rows, step = sample.shape[2], max(1, CHUNK // sample.numel())
+    slices = [(first, min(first + step, seq_k)) for first in range(0, seq_k, step)]
+    found = [columns(_planes(part(*keys))) for keys in slices]
+    first, seen, runs = (torch.cat(x, -1) for x in zip(*found, strict=True))
+    differ = ((first != first[:1]) | (seen != seen[:1])).any()
+    known = torch.stack([runs.max(), differ.long(), seen.sum(), seen.max()])
+    intervals, planes_differ, pairs, most = known.tolist()
+    if intervals > MAX_INTERVALS:
+        return None
+    visible_keys = pairs / (seen[..., 0].numel() * rows)
+    if most * seen.numel() > UNEVEN * pairs:
+        visible_keys = -visible_keys
+    if intervals > 1:
+        bounds = [_bounds(_planes(part(*keys)), intervals) for keys in slices]
+        starts, ends = (torch.cat(x, -1) for x in zip(*bounds, strict=True))
+    else:
+        if not planes_differ:
+            first, seen = first[:1], seen[:1]
+        starts, ends = (x.to(torch.int32)[:, :, None] for x in (first, first + seen))
+    return Spans(starts, ends, visible_keys=visible_keys)
+
+
+def _planes(visible: Tensor) -> Tensor:
+    """`visible` with one plane of each axis that is expanded."""
+    for axis in (0, 1):
+        if visible.stride(axis) == 0:
+            visible = visible.narrow(axis, 0, 1)
+    return visible
+
+
+def _bounds(visible: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Starts and ends of the intervals of each key, at most `count`: int32 (batch, heads, count, keys) each."""
+    rows = visible.shape[2]
+    place = torch.arange(rows + 1, dtype=torch.int32, device=visible.device)[:, None]
+    framed = torch.nn.functional.pad(visible, (0, 0, 1, 1))
+    before, behind = framed[:, :, :-1], framed[:, :, 1:]
+    # Intervals that a key lacks are empty: rows + 1 to rows + 1.
+    starts, ends = (
+        torch.where(edge, place, rows + 1).topk(count, 2, largest=False).values
+        for edge in (behind > before, behind < before)
+    )
+    return starts, ends
