@@ -13,6 +13,7 @@ from attnforge.runtime.mask_patterns import UNEVEN
 from attnforge.runtime.masks import Spans
 
 CHUNK = 1 << 24  # pairs at a time
+_BLOCK = 128  # queries that are counted in 8 bits, several times as fast as in 64
 
 # part(first, end): the pairs of the keys first to end, bool (batch or 1, heads or 1, seq_q, end - first).
 Part = Callable[[int, int], Tensor]
@@ -28,9 +29,25 @@ class Columns(NamedTuple):
 
 def columns(visible: Tensor) -> Columns:
     """Who sees the keys of a mask, bool (..., seq_q, seq_k) with seq_q > 0."""
-    first = visible.to(torch.uint8).argmax(-2)  # of equals the first
-    begins = (visible[..., 1:, :] > visible[..., :-1, :]).sum(-2)
-    return Columns(first, visible.sum(-2), begins + visible[..., 0, :])
+    rows = visible.shape[-2]
+    blocks = _blocks(visible)
+    per_block = blocks.sum(-2, dtype=torch.uint8)
+    # The first block that has a query, and of that the first query; of equals, argmax takes the first.
+    block = (per_block > 0).to(torch.uint8).argmax(-2, keepdim=True)
+    at = block[..., None, :].expand(*block.shape[:-1], blocks.shape[-2], -1)
+    row = blocks.gather(-3, at).squeeze(-3).to(torch.uint8).argmax(-2)
+    runs = visible[..., 0, :].long()
+    if rows > 1:
+        runs = runs + _blocks(visible[..., 1:, :] > visible[..., :-1, :]).sum(-2, dtype=torch.uint8).sum(-2)
+    return Columns(block.squeeze(-2) * _BLOCK + row, per_block.sum(-2), runs)
+
+
+def _blocks(visible: Tensor) -> Tensor:
+    """(..., blocks, _BLOCK or fewer, seq_k): hidden queries fill the last block. A short mask is one block."""
+    rows = visible.shape[-2]
+    size = min(rows, _BLOCK)
+    filled = torch.nn.functional.pad(visible, (0, 0, 0, -rows % size)) if rows % size else visible
+    return filled.unflatten(-2, (-1, size))
 
 
 def spans_of(part: Part, seq_k: int) -> Spans | None:

@@ -75,6 +75,18 @@ def test_five_intervals_are_none() -> None:
     assert spans_of(lambda first, end: runs(5)[..., first:end], 5) is None
 
 
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_columns_of_many_queries(rows: int, share: float) -> None:
+    """Counted by blocks of queries."""
+    visible = torch.rand(2, 3, rows, 17, generator=torch.Generator().manual_seed(1)) < share
+    first, seen, runs = mask_intervals.columns(visible)
+    begins = torch.cat([visible[..., :1, :], visible[..., 1:, :] & ~visible[..., :-1, :]], -2)
+    assert torch.equal(first, visible.to(torch.uint8).argmax(-2))
+    assert torch.equal(seen, visible.sum(-2))
+    assert torch.equal(runs, begins.sum(-2))
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 2), (3, 2)])
 def test_planes_are_those_of_the_mask(shape: tuple[int, int]) -> None:
     visible = torch.zeros(*shape, 9, 7, dtype=torch.bool)
