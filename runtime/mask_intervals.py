@@ -47,7 +47,8 @@ def _blocks(visible: Tensor) -> Tensor:
     rows = visible.shape[-2]
     size = min(rows, _BLOCK)
     filled = torch.nn.functional.pad(visible, (0, 0, 0, -rows % size)) if rows % size else visible
-    return filled.unflatten(-2, (-1, size))
+    blocks: Tensor = filled.unflatten(-2, (-1, size))
+    return blocks
 
 
 def spans_of(part: Part, seq_k: int) -> Spans | None:
