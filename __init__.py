@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from attnforge.runtime.integrations.flex import flex_attention as flex_attention
     from attnforge.runtime.integrations.flex import from_block_mask as from_block_mask
     from attnforge.runtime.integrations.huggingface import register_huggingface as register_huggingface
+    from attnforge.runtime.integrations.nemo import register_nemo as register_nemo
     from attnforge.runtime.integrations.sdpa import disable as disable
     from attnforge.runtime.integrations.sdpa import enable as enable
     from attnforge.runtime.integrations.sdpa import sdpa as sdpa
     from attnforge.runtime.integrations.torch_backend import register_torch as register_torch
+    from attnforge.runtime.integrations.veomni import register_veomni as register_veomni
     from attnforge.runtime.masks import Causal as Causal
     from attnforge.runtime.masks import DenseMask as DenseMask
     from attnforge.runtime.masks import Spans as Spans
@@ -54,7 +56,9 @@ __all__ = [
     "masks",
     "qk_norm_rope",
     "register_huggingface",
+    "register_nemo",
     "register_torch",
+    "register_veomni",
     "rope_tables",
     "save_attention",
     "save_attention_policy",
@@ -81,7 +85,9 @@ _HOME = {
     "flex_attention": "attnforge.runtime.integrations.flex",
     "from_block_mask": "attnforge.runtime.integrations.flex",
     "register_huggingface": "attnforge.runtime.integrations.huggingface",
+    "register_nemo": "attnforge.runtime.integrations.nemo",
     "register_torch": "attnforge.runtime.integrations.torch_backend",
+    "register_veomni": "attnforge.runtime.integrations.veomni",
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attnforge.runtime.build.settings import disabled
 from attnforge.runtime.integrations import alibi_models
 from attnforge.runtime.integrations.alibi_models import visible_pairs
-from attnforge.runtime.integrations.flash_attn import documents
+from attnforge.runtime.integrations.flash_attn import band, documents, sides_of
 from attnforge.runtime.integrations.spans_tensor import SpansTensor, mask_of
 from attnforge.runtime.mask_intervals import spans_of
 from attnforge.runtime.masks import Causal, DenseMask, Spans, transient
@@ -174,6 +174,7 @@ def attention_forward(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: q (B, Hq, Sq, D), k and v (B, Hkv, Sk, D) -> (B, Sq, Hq, D), no weights.
@@ -181,6 +182,7 @@ def attention_forward(
     attention_mask: bool, True = visible, or floating-point, added to the scores, of any shape that broadcasts to
     (B, Hq, Sq, Sk); None: causal if the module is and there is more than one query, else full. cu_seq_lens_q and
     cu_seq_lens_k, which collators of packed samples pass for flash-attn, keep samples apart whatever the mask is.
+    sliding_window: keys that a query sees, its own included, on each visible side; a mask has it already.
     position_bias is T5's, softcap Gemma 2's, s_aux are gpt-oss's sinks, indices (B, Sq, n) the keys that DeepSeek
     V3.2's indexer selects, alibi_slopes (Hq) or (B, Hq) those of alibi_models.py. Raises ValueError for dropout,
     weights as a result, and unsupported arguments that change the scores.
@@ -190,17 +192,20 @@ def attention_forward(
         query = query.expand(key.shape[0], -1, -1, -1)
     mask: Mask = None
     causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    samples = _samples(query, key, causal and attention_mask is None, kwargs)
+    window = (-1, -1)
+    if attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
+        window = (sliding_window - 1, sliding_window - 1)
+    samples = _samples(query, key, causal and attention_mask is None, window, kwargs)
     if attention_mask is not None:
         if attention_mask.shape[-1] != key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]
     elif samples is not None:
         mask = samples
+    elif window[0] >= 0:
+        mask = band(query.shape[2], key.shape[2], sides_of(causal, window), query.device)
     elif causal:
-        # Queries start at the first key: keys after the last query are an unfilled part of the cache.
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
         mask = Causal()
+        key, value, position_bias = _written(query.shape[2], key, value, position_bias)
     indices = kwargs.get("indices")
     if indices is not None:
         attention_mask = _selected(attention_mask, indices, key.shape[2])
@@ -215,7 +220,16 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
-def _samples(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -> Spans | None:
+def _written(
+    rows: int, key: Tensor, value: Tensor, position_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Without keys after the last query: queries start at the first key, so these are an unfilled part of the cache."""
+    return key[:, :, :rows], value[:, :, :rows], None if position_bias is None else position_bias[..., :rows]
+
+
+def _samples(
+    query: Tensor, key: Tensor, causal: bool, window: tuple[int, int], kwargs: dict[str, Any]
+) -> Spans | None:
     """The mask of the packed samples that transformers' arguments for flash-attn describe; None without them."""
     cu_q = kwargs.get("cu_seq_lens_q")
     if cu_q is None:
@@ -226,7 +240,7 @@ def _samples(query: Tensor, key: Tensor, causal: bool, kwargs: dict[str, Any]) -
         )
     cu_k = kwargs.get("cu_seq_lens_k")
     cu_q, cu_k = (x.to(query.device, torch.int32) for x in (cu_q, cu_q if cu_k is None else cu_k))
-    return documents(cu_q, cu_k, query.shape[2], key.shape[2], causal, (-1, -1))
+    return documents(cu_q, cu_k, query.shape[2], key.shape[2], causal, window)
 
 
 def _refuse(dropout: float, arguments: dict[str, Any]) -> None:
