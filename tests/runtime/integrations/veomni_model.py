@@ -54,7 +54,7 @@ def built(folder: Path, name: str, window: int | None) -> Any:
     config = Qwen3Config(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, pad_token_id=0, use_sliding_window=window is not None,
-        sliding_window=window, max_window_layers=1,
+        sliding_window=window, max_window_layers=1, architectures=["Qwen3ForCausalLM"],
     )  # fmt: skip
     torch.manual_seed(0)
     model: Any = build_foundation_model(
