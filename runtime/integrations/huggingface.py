@@ -192,9 +192,8 @@ def attention_forward(
         query = query.expand(key.shape[0], -1, -1, -1)
     mask: Mask = None
     causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    window = (-1, -1)
-    if attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window:
-        window = (sliding_window - 1, sliding_window - 1)
+    reach = (sliding_window or 0) - 1  # -1: none
+    window = (reach, reach) if attention_mask is None and reach < key.shape[2] - 1 else (-1, -1)
     samples = _samples(query, key, causal and attention_mask is None, window, kwargs)
     if attention_mask is not None:
         if attention_mask.shape[-1] != key.shape[2]:

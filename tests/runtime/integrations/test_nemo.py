@@ -151,6 +151,34 @@ def test_packed_tokens_and_a_softcap(modules: Any) -> None:
     expect_equal(run(modules.layers, batch, None, cu_seqlens=edges), eager(batch, visible))
 
 
+def test_padding_between_packed_documents(modules: Any) -> None:
+    """Rows after a document's end may be anything: no row of a document sees them."""
+    attnforge.register_nemo()
+    lengths, places = (torch.tensor(x, dtype=torch.int32) for x in ([0, 10, 22], [0, 15, ROWS]))
+    x = draw(ROWS)
+    given = {"cu_seqlens": lengths, "cu_seqlens_padded": places, "qkv_format": "thd"}
+    real = torch.tensor([0 <= i < 10 or 15 <= i < 27 for i in range(ROWS)])
+    x[3][~real] = 0
+    ours = run(modules.layers, x, None, **given)
+    document = torch.bucketize(torch.arange(ROWS), places[1:], right=True)
+    exact = eager(x, causal() & (document[:, None] == document) & real)
+    expect_equal((ours[0][real], *ours[1:]), (exact[0][real], *exact[1:]))
+
+
+def test_sinks_that_a_model_passes(modules: Any) -> None:
+    """A sink of -inf is none, and one as high as the sum of all keys halves the output."""
+    attnforge.register_nemo()
+    x = draw(1, ROWS)
+    without = run(modules.layers, x, None)[0]
+    sinks = torch.full((HEADS,), -1e9)
+    torch.testing.assert_close(run(modules.layers, x, None, learnable_sink=sinks)[0], without)
+    q, k = (t.detach().transpose(1, 2).double() for t in x[:2])
+    score = (0.3 * q @ k.repeat_interleave(2, 1).mT).masked_fill(~causal(), -torch.inf)
+    lse = score.logsumexp(-1)[0, :, -1]
+    out = run(modules.layers, x, None, learnable_sink=lse.float())[0]
+    torch.testing.assert_close(out[0, -1], without[0, -1] / 2, atol=1e-5, rtol=1e-5)
+
+
 def test_fewer_queries_than_keys(modules: Any) -> None:
     attnforge.register_nemo()
     q, k, v, dout = draw(2, ROWS)

@@ -32,7 +32,8 @@ def layer(is_causal: bool = True) -> nn.Module:
     module: Any = nn.Module()
     module.is_causal = is_causal
     module.config = SimpleNamespace(_attn_implementation=FULL_NAME)
-    return module
+    made: nn.Module = module
+    return made
 
 
 def draw(batch: int = 1) -> tuple[Tensor, ...]:

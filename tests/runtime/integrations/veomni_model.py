@@ -79,6 +79,31 @@ def step(model: Any, packed: bool) -> tuple[torch.Tensor, ...]:
     return hidden.detach(), *(p.grad for p in model.model.parameters() if p.grad is not None)
 
 
+def vision(name: str) -> tuple[torch.Tensor, ...]:
+    """Output and gradients of Qwen3-VL's vision attention on three images, whose ends it gets as cu_seqlens."""
+    from transformers import Qwen3VLVisionConfig
+    from veomni.models.transformers.qwen3_vl.generated.patched_modeling_qwen3_vl_gpu import (
+        Qwen3VLVisionAttention,
+    )
+
+    config = Qwen3VLVisionConfig(hidden_size=64, num_heads=4)
+    config._attn_implementation = name
+    torch.manual_seed(0)
+    attention: Any = Qwen3VLVisionAttention(config)
+    x = torch.randn(EDGES[-1], 64)
+    angles = torch.randn(EDGES[-1], 8).repeat(1, 2)
+    edges = torch.tensor(EDGES, dtype=torch.int32)
+    out = attention(x, edges, 21, position_embeddings=(angles.cos(), angles.sin()))
+    out.square().sum().backward()
+    return out.detach(), *(p.grad for p in attention.parameters())
+
+
+def expect_close(ours: tuple[torch.Tensor, ...], exact: tuple[torch.Tensor, ...]) -> None:
+    assert len(ours) == len(exact) > 4
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3 * float(b.abs().max()), rtol=1e-4)
+
+
 def main() -> None:
     import attnforge
     from attnforge.runtime.integrations import huggingface
@@ -86,21 +111,25 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     attnforge.register_veomni()
+    module: Any = huggingface
     masks: list[Any] = []
-    attention = huggingface.attention
-    huggingface.attention = lambda q, k, v, mask=None, **rest: (  # type: ignore[assignment]
-        masks.append(mask), attention(q, k, v, mask, **rest))[1]  # fmt: skip
+    attention = module.attention
+
+    def spy(q: Any, k: Any, v: Any, mask: Any = None, **rest: Any) -> Any:
+        masks.append(mask)
+        return attention(q, k, v, mask, **rest)
+
+    module.attention = spy
     for window in (None, 7):
         for packed in (False, True):
             ours, theirs = built(folder, "attnforge", window), built(folder, "eager", window)
             assert ours.config._attn_implementation == FULL_NAME
             theirs.load_state_dict(ours.state_dict())
-            exact, mine = step(theirs, packed), step(ours, packed)
-            assert len(mine) == len(exact) > 10
-            for a, b in zip(mine, exact, strict=True):
-                torch.testing.assert_close(a, b, atol=1e-3 * float(b.abs().max()), rtol=1e-4)
+            expect_close(step(ours, packed), step(theirs, packed))
     assert {type(mask) for mask in masks} == {attnforge.Spans}
     assert len(masks) == 8
+    expect_close(vision(FULL_NAME), vision("eager"))
+    assert len(masks) == 9  # one call for all images
     print("the models agree")
 
 

@@ -23,19 +23,20 @@ def main() -> None:
     dist.init_process_group("gloo")
     ranks, rank = dist.get_world_size(), dist.get_rank()
     state.init_parallel_state(dp_size=1, ulysses_size=ranks, device_type="cpu")
-    module = nn.Module()
+    module: Any = nn.Module()
     module.is_causal = True
     module.config = type("Config", (), {"_attn_implementation": FULL_NAME})
     edges = torch.tensor(EDGES, dtype=torch.int32)
-    named = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "scaling": 0.3}
+    named: dict[str, Any] = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "scaling": 0.3}
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, n, EDGES[-1], 16, generator=generator) for n in (4, 1, 1, 4))
     sinks = torch.randn(4, generator=generator)
     mine = slice(rank * EDGES[-1] // ranks, (rank + 1) * EDGES[-1] // ranks)
-    for extra in ({}, {"sliding_window": 5}, {"softcap": 2.0}, {"s_aux": sinks}):
+    cases: tuple[dict[str, Any], ...] = ({}, {"sliding_window": 5}, {"softcap": 2.0}, {"s_aux": sinks})
+    for extra in cases:
         whole = [x.clone().requires_grad_() for x in (q, k, v)]
         part = [x[:, :, mine].clone().requires_grad_() for x in (q, k, v)]
-        out, _ = attention_forward(module, *whole, None, **named, **extra)
+        out, _ = attention_forward(module, whole[0], whole[1], whole[2], None, **named, **extra)
         ours, _ = dispatch.fused_attention_forward(module, *part, None, **named, **extra)
         torch.testing.assert_close(ours, out[:, mine], atol=2e-5, rtol=2e-5)
         exact = torch.autograd.grad(out, whole, dout.transpose(1, 2))
