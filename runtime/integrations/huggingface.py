@@ -180,12 +180,11 @@ def attention_forward(
     """transformers' attention function: q (B, Hq, Sq, D), k and v (B, Hkv, Sk, D) -> (B, Sq, Hq, D), no weights.
 
     attention_mask: bool, True = visible, or floating-point, added to the scores, of any shape that broadcasts to
-    (B, Hq, Sq, Sk); None: causal if the module is and there is more than one query, else full. cu_seq_lens_q and
-    cu_seq_lens_k, which collators of packed samples pass for flash-attn, keep samples apart whatever the mask is.
-    sliding_window: keys that a query sees, its own included, on each visible side; a mask has it already.
-    position_bias is T5's, softcap Gemma 2's, s_aux are gpt-oss's sinks, indices (B, Sq, n) the keys that DeepSeek
-    V3.2's indexer selects, alibi_slopes (Hq) or (B, Hq) those of alibi_models.py. Raises ValueError for dropout,
-    weights as a result, and unsupported arguments that change the scores.
+    (B, Hq, Sq, Sk); None: causal if the module is and there is more than one query, else full, within sliding_window
+    keys on each side, the query's own included. cu_seq_lens_q and cu_seq_lens_k, which collators of packed samples
+    pass for flash-attn, keep samples apart whatever the mask is. position_bias is T5's, softcap Gemma 2's, s_aux are
+    gpt-oss's sinks, indices (B, Sq, n) the keys that DeepSeek V3.2's indexer selects, alibi_slopes (Hq) or (B, Hq)
+    those of alibi_models.py. Raises ValueError for dropout, weights as a result, and unsupported arguments.
     """
     _refuse(dropout, kwargs)
     if query.shape[0] == 1:  # learned queries, for any batch
