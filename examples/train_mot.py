@@ -1,14 +1,18 @@
-"""Train a small Mixture of Transformers on synthetic packs: attnforge, FSDP2, checkpointing, bf16, resume, profiles.
+"""Train a small Mixture of Transformers on synthetic packs: attnforge, FSDP2, TP, CP, checkpointing, bf16, resume.
 
     python examples/train_mot.py                                      # one process, on the GPU if there is one
     torchrun --standalone --nproc-per-node 2 examples/train_mot.py    # two, parameters sharded by FSDP2
+    torchrun --standalone --nproc-per-node 8 examples/train_mot.py --cp 2 --tp 2
     python examples/train_mot.py --model small --tokens 8192 --attention flex --checkpointing full --profile traces
 
-A step's global batch is `--packs` packs, numbered through all steps; rank r of w computes those whose number is r
-modulo w, and losses are divided by the tokens of all of them. So the number of ranks changes the order of sums and
-nothing else: the loss curves of 1, 2 and 4 ranks with as many packs agree to about 1e-5 in fp32
-(tests/bagel/test_train_mot.py). Every rank takes as many packs, because FSDP communicates in each of them; without
-`--packs` there are two, or the next multiple of the number of ranks.
+Ranks form a mesh (dp, cp, tp), see bagel/mot/parallel.py: `--tp` ranks share the weights of a layer, `--cp` ranks share
+the rows of a pack, and the rest, dp, have different packs. Without these options there is dp only.
+
+A step's global batch is `--packs` packs, numbered through all steps; rank r of dp's w computes those whose number is r
+modulo w, and losses are divided by the tokens of all of them. So the mesh changes the order of sums and nothing else:
+the loss curves of 1, 2 and 4 ranks with as many packs agree to about 1e-5 in fp32 (tests/bagel/test_train_mot.py).
+Every rank takes as many packs, because FSDP communicates in each of them; without `--packs` there are two, or the next
+multiple of w.
 """
 
 from __future__ import annotations
@@ -38,13 +42,21 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import attnforge
 from attnforge.bagel.mot.attention import OPERATORS, make_operator
 from attnforge.bagel.mot.layer import CONFIGS, MotConfig, MotLayer
 from attnforge.bagel.mot.model import MotModel, Pack
+from attnforge.bagel.mot.parallel import (
+    Meshes,
+    clip_gradients,
+    dealt_order,
+    local_rows,
+    make_meshes,
+    tensor_parallel,
+    whole_order,
+)
 
 DEFAULT_PACKS = 2
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -58,6 +70,8 @@ class Options:
     layers: int | None = None
     tokens: int = 512
     packs: int | None = None  # None: two, or the next multiple of the number of ranks
+    cp: int = 1
+    tp: int = 1
     steps: int = 20
     lr: float = 3e-3
     seed: int = 0
@@ -77,7 +91,7 @@ class Options:
         return dataclasses.replace(config, layers=self.layers or config.layers)
 
     def batch(self, ranks: int) -> int:
-        """Packs of a step, all ranks together. Raises UsageError if `packs` does not divide among the ranks."""
+        """Packs of a step, all `ranks` of dp together. Raises UsageError if `packs` does not divide among them."""
         packs = self.packs or -(-DEFAULT_PACKS // ranks) * ranks
         if packs % ranks:
             near = -(-packs // ranks) * ranks
@@ -90,14 +104,14 @@ class Place:
     """Where this process stands."""
 
     rank: int
-    world: int
     device: torch.device
+    meshes: Meshes
 
 
 @contextlib.contextmanager
-def process_group(device: str | None) -> Iterator[Place]:
+def process_group(options: Options) -> Iterator[Place]:
     """torchrun's group, or, without torchrun, a group of this process alone: one code for both."""
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(place)
@@ -108,9 +122,21 @@ def process_group(device: str | None) -> Iterator[Place]:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        yield Place(dist.get_rank(), dist.get_world_size(), place)
+        yield Place(dist.get_rank(), place, meshes_of(options, kind))
     finally:
         dist.destroy_process_group()
+
+
+def meshes_of(options: Options, kind: str) -> Meshes:
+    """The mesh that --cp and --tp make of all ranks. Raises UsageError for what does not divide."""
+    if options.cp > 1 and options.attention != "attnforge":
+        raise click.UsageError(
+            f"--cp {options.cp} needs --attention attnforge, which shares rows among ranks"
+        )
+    try:
+        return make_meshes(kind, options.config, dist.get_world_size(), options.cp, options.tp)
+    except ValueError as error:
+        raise click.UsageError(f"--{error}") from None
 
 
 # ---- Model
@@ -120,16 +146,22 @@ def make_model(options: Options, place: Place) -> MotModel:
     """The decoder, checkpointed as asked and sharded: float32 parameters, computing in `precision`."""
     config, dtype = options.config, DTYPES[options.precision]
     operator = make_operator(
-        options.attention, config.heads_q, options.tokens, dtype=dtype, deterministic=options.deterministic
+        options.attention,
+        config.heads_q // options.tp,
+        options.tokens,
+        dtype=dtype,
+        deterministic=options.deterministic,
+        cp=place.meshes.cp if options.cp > 1 else None,
     )
     torch.manual_seed(options.seed)  # all ranks draw the same weights, and each keeps its shard
     with place.device:
         model = MotModel(config, operator)
+    if options.tp > 1:
+        tensor_parallel(model, place.meshes.tp)
     checkpoint_layers(model, options)
-    mesh = init_device_mesh(place.device.type, (place.world,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for part in (*model.layers, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mesh=place.meshes.dp_cp, mp_policy=policy)
     return model
 
 
@@ -163,7 +195,7 @@ def state_of(model: MotModel, optimizer: torch.optim.Optimizer) -> dict[str, Any
 def save(directory: Path, steps: int, model: MotModel, optimizer: torch.optim.Optimizer, rank: int) -> None:
     """`directory`/step-N; a name without .part is a checkpoint that is complete."""
     part = directory / f"step-{steps}.part"
-    save_sharded(state_of(model, optimizer), checkpoint_id=part)
+    save_sharded(whole_order(state_of(model, optimizer), model), checkpoint_id=part)
     dist.barrier()
     if rank == 0:
         part.rename(directory / f"step-{steps}")
@@ -188,13 +220,14 @@ def expect_same_model(checkpoint: Path, parameters: dict[str, Tensor]) -> None:
 
 
 def resume(directory: Path, model: MotModel, optimizer: torch.optim.Optimizer) -> int:
-    """Load the latest checkpoint, of any number of ranks; how many steps it has seen, 0 if there is none."""
+    """Load the latest checkpoint, of any mesh; how many steps it has seen, 0 if there is none."""
     done = [int(path.name[5:]) for path in directory.glob("step-*") if path.name[5:].isdigit()]
     if not done:
         return 0
-    state, latest = state_of(model, optimizer), directory / f"step-{max(done)}"
+    state, latest = whole_order(state_of(model, optimizer), model), directory / f"step-{max(done)}"
     expect_same_model(latest, state["model"])
     load_sharded(state, checkpoint_id=latest)
+    state = dealt_order(state, model)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return max(done)
 
@@ -204,22 +237,25 @@ def resume(directory: Path, model: MotModel, optimizer: torch.optim.Optimizer) -
 
 def take_step(model: MotModel, optimizer: torch.optim.Optimizer, packs: list[Pack], place: Place) -> Tensor:
     """One optimizer step on this rank's share of the batch; ce, mse (means over the batch), norm of the gradient."""
+    cp = place.meshes.cp
+    packs = [local_rows(pack, cp.get_local_rank(), cp.size()) for pack in packs]
+    tokens = place.meshes.dp_cp  # its ranks have different tokens; those of tp have the same
     labels = sum(pack.labels.numel() for pack in packs)
     noisy = sum(int((pack.times > 0).sum()) for pack in packs)
     counts = torch.tensor([labels, noisy], dtype=torch.float32, device=place.device)
-    dist.all_reduce(counts)
+    dist.all_reduce(counts, group=tokens.get_group())
     counts.clamp_(min=1)
     sums = torch.zeros(2, device=place.device)
     optimizer.zero_grad()
     for pack in packs:
         losses = torch.stack(model(pack.to(place.device)))
         # FSDP averages gradients over ranks, but the sum of all ranks' losses is what we differentiate.
-        (place.world * losses / counts).sum().backward()
+        (tokens.size() * losses / counts).sum().backward()
         sums += losses.detach()
-    norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = clip_gradients(model, 1.0)
     optimizer.step()
-    dist.all_reduce(sums)
-    return torch.cat([sums / counts, norm.full_tensor()[None]])
+    dist.all_reduce(sums, group=tokens.get_group())
+    return torch.cat([sums / counts, norm[None]])
 
 
 def profiled(directory: Path | None, rank: int) -> Any:
@@ -279,10 +315,11 @@ def train(
     torch.use_deterministic_algorithms(options.deterministic)
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not deterministic without it
-    with process_group(options.device) as place:
+    with process_group(options) as place:
         if options.attention == "flex" and place.device.type == "cpu":
             raise click.UsageError("--attention flex: torch's FlexAttention has no gradients on the CPU")
-        batch = options.batch(place.world)
+        dp = place.meshes.dp
+        batch = options.batch(dp.size())
         if options.losses:
             options.losses.parent.mkdir(parents=True, exist_ok=True)
         data = Synthetic(options.config, options.tokens)
@@ -298,7 +335,7 @@ def train(
         with profiled(options.profile, place.rank) as profiler:
             for step in range(first, options.steps):
                 begin = time.perf_counter()
-                numbers = range(step * batch + place.rank, (step + 1) * batch, place.world)
+                numbers = range(step * batch + dp.get_local_rank(), (step + 1) * batch, dp.size())
                 packs = [data.pack(options.seed + number) for number in numbers]
                 ce, mse, norm = take_step(model, optimizer, packs, place).tolist()  # waits for the device
                 rows.append({"step": step, "ce": ce, "mse": mse, "norm": norm})
@@ -330,8 +367,11 @@ def describe(row: dict[str, float], seconds: float, place: Place) -> str:
 @click.option(
     "--packs",
     type=click.IntRange(1),
-    help="Packs of a step, all ranks together; a multiple of their number.  [default: 2, or the next multiple]",
+    help="Packs of a step, all ranks together; a multiple of dp, the number of ranks / (cp tp).  [default: 2, or "
+    "the next multiple]",
 )
+@click.option("--cp", type=click.IntRange(1), default=1, help="Ranks that share the rows of a pack.")
+@click.option("--tp", type=click.IntRange(1), default=1, help="Ranks that share heads and MLP of each layer.")
 @click.option(
     "--steps",
     type=click.IntRange(1),

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnforge.bagel.packing import PackedMask
+from attnforge.runtime.distributed.context_parallel import context_parallel
 from attnforge.runtime.ops import attention
 
 OPERATORS = ("attnforge", "flex", "sdpa")
@@ -46,14 +48,17 @@ def make_operator(
     max_tokens: int,
     dtype: torch.dtype = torch.bfloat16,
     deterministic: bool = False,
+    cp: DeviceMesh | None = None,
 ) -> Operator:
     """One of OPERATORS. Raises ValueError for another name.
 
     `max_tokens`: the length that FlexAttention pads to; `dtype`: of SDPA's masks, that of q; `deterministic`: of
-    our gradients.
+    our gradients; `cp`: the ranks that share the rows of a pack, for ours only.
     """
     if name == "attnforge":
-        return Ours(deterministic)
+        return Ours(deterministic, cp)
+    if cp is not None:
+        raise ValueError(f"cp: attention is {name!r}, but rows are shared among ranks by 'attnforge' only")
     if name == "flex":
         return Flex(heads_q, max_tokens)
     if name == "sdpa":
@@ -62,12 +67,16 @@ def make_operator(
 
 
 class Ours:
-    """attnforge.attention: packed rows as views, no padding, a mask of two int32 per key."""
+    """attnforge.attention: packed rows as views, no padding, a mask of two int32 per key.
+
+    With `cp`, rows are this rank's share of the pack's, and the mask is that of the whole pack.
+    """
 
     fused_prologue = True
 
-    def __init__(self, deterministic: bool = False) -> None:
+    def __init__(self, deterministic: bool = False, cp: DeviceMesh | None = None) -> None:
         self.deterministic = deterministic
+        self.attention: Callable[..., Tensor] = attention if cp is None else context_parallel(cp).attention
 
     def mask(
         self,
@@ -81,7 +90,7 @@ class Ours:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: PackedMask) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         # Not [0], whose gradient is copied into zeros.
-        return attention(q, k, v, mask, deterministic=self.deterministic).squeeze(0).transpose(0, 1)
+        return self.attention(q, k, v, mask, deterministic=self.deterministic).squeeze(0).transpose(0, 1)
 
 
 class Flex:

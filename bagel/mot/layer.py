@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnforge.bagel.mot.attention import Operator
@@ -170,10 +171,18 @@ class Project(nn.Module):
         x, rows = normed(x, self.norm)
         return x, self.linear(rows).unflatten(1, (sum(self.heads), -1))
 
+    def norm_weights(self) -> tuple[Tensor, Tensor]:
+        """Of the norms of q and k."""
+        return self.q_norm.weight, self.k_norm.weight
+
     def normed(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, q and k normed by head."""
-        q, k, v = heads.split(self.heads, 1)
-        return self.q_norm(q), self.k_norm(k), v
+        *parts, v = heads.split(self.heads, 1)
+        q, k = (
+            F.rms_norm(x, weight.shape, weight, self.eps)
+            for x, weight in zip(parts, self.norm_weights(), strict=True)
+        )
+        return q, k, v
 
 
 class Mlp(nn.Module):
@@ -230,13 +239,14 @@ class MotAttention(nn.Module):
     def _fused_prologue(self, heads: Pair, shared: Shared) -> tuple[Tensor, ...]:
         """q, k and v (T, heads, head_dim) from both experts' projections, in one kernel."""
         first, second = self._experts()
+        q_weight, k_weight = zip(first.norm_weights(), second.norm_weights(), strict=True)
         return qk_norm_rope(
             heads,
             heads=first.heads[:2],
             cos=shared.cos,
             sin=shared.sin,
-            q_weight=(first.q_norm.weight, second.q_norm.weight),
-            k_weight=(first.k_norm.weight, second.k_norm.weight),
+            q_weight=q_weight,
+            k_weight=k_weight,
             experts=shared.experts,
             eps=first.eps,
         )

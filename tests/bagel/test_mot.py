@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from synthetic import Synthetic
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +33,7 @@ from attnforge.bagel.mot.layer import (
 )
 from attnforge.bagel.mot.model import MotModel, Pack, rope_positions
 from attnforge.bagel.mot.norm import add_normed, normed
+from attnforge.bagel.mot.parallel import dealt_rows, local_rows
 from attnforge.bagel.mot.swiglu import swiglu
 from attnforge.bagel.packing import visible_from_definition
 
@@ -375,6 +377,44 @@ def test_a_pack_without_images(device: str) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert torch.isfinite(parameter.grad).all(), name
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 1000])
+def test_ranks_share_the_rows_of_a_pack(ranks: int) -> None:
+    """Each row is one rank's, with what belongs to it; the last ranks have rows of padding, or nothing else."""
+    pack = Synthetic(CONFIG, 256).pack(3)
+    count = -(-pack.tokens // ranks)
+    parts = [local_rows(pack, rank, ranks) for rank in range(ranks)]
+    found: dict[str, list[Tensor]] = {}
+    for rank, part in enumerate(parts):
+        rows = torch.cat((part.text_rows, part.vision_rows, part.latent_rows))
+        assert torch.equal(rows.sort().values, torch.arange(count))
+        assert part.positions.shape == (count,)
+        assert (part.sample_lens, part.attn_modes) == (pack.sample_lens, pack.attn_modes)
+        for field in dataclasses.fields(pack):
+            if isinstance(value := getattr(part, field.name), Tensor):
+                offset = rank * count if field.name.endswith("_rows") else 0
+                found.setdefault(field.name, []).append(value + offset)
+    padding = count * ranks - pack.tokens
+    for name, values in found.items():
+        whole = getattr(pack, name)
+        # Padding is text after all other rows: at the end of positions, of ids and of rows.
+        extra = padding if name in ("positions", "text_ids", "text_rows") else 0
+        got = torch.cat(values)
+        assert got.shape[0] == whole.shape[0] + extra, name
+        assert torch.equal(got[: whole.shape[0]], whole), name
+
+
+def test_shards_have_a_share_of_each_part() -> None:
+    """Of a fused weight of 4 heads of q, 2 of k and 2 of v."""
+    assert dealt_rows([4, 2, 2], 2).tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
+
+
+def test_rows_are_shared_with_our_operator_only(group: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    make_operator("attnforge", 4, 128, cp=mesh)
+    with pytest.raises(ValueError, match="cp: attention is 'sdpa', but rows are shared among ranks by 'attn"):
+        make_operator("sdpa", 4, 128, cp=mesh)
 
 
 def test_packs_are_their_seeds() -> None:

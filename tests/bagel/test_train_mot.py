@@ -89,6 +89,38 @@ def test_two_ranks_are_one(tmp_path: Path, expected: Rows) -> None:
     assert_close(run(save=saved, steps=6), expected[4:])
 
 
+def lines(path: Path) -> Rows:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_two_ranks_share_a_pack(tmp_path: Path, expected: Rows) -> None:
+    """Context parallelism: some packs have an odd number of rows, so that the last one is padding."""
+    losses = tmp_path / "losses.jsonl"
+    options = (
+        "--tokens 128 --steps 4 --packs 2 --precision fp32 --device cpu --cp 2 --checkpointing selective"
+    )
+    torchrun(2, EXAMPLES / "train_mot.py", *options.split(), "--losses", str(losses))
+    assert_close(lines(losses), expected[:4])
+
+
+def test_two_ranks_share_weights(tmp_path: Path, expected: Rows) -> None:
+    """Tensor parallelism, from the checkpoint of one rank."""
+    losses, saved = tmp_path / "losses.jsonl", tmp_path / "saved"
+    run(save=saved, steps=2, save_every=2)
+    options = "--tokens 128 --steps 4 --packs 2 --precision fp32 --device cpu --tp 2 --checkpointing full"
+    torchrun(2, EXAMPLES / "train_mot.py", *options.split(), "--losses", str(losses), "--save", str(saved))
+    assert_close(lines(losses), expected[2:4])
+
+
+def test_four_ranks_share_packs_and_weights(tmp_path: Path, expected: Rows) -> None:
+    """Both; and one rank goes on from their checkpoint."""
+    losses, saved = tmp_path / "losses.jsonl", tmp_path / "saved"
+    options = "--tokens 128 --steps 4 --packs 2 --precision fp32 --device cpu --cp 2 --tp 2 --save-every 4"
+    torchrun(4, EXAMPLES / "train_mot.py", *options.split(), "--losses", str(losses), "--save", str(saved))
+    assert_close(lines(losses), expected[:4])
+    assert_close(run(save=saved, steps=6), expected[4:])
+
+
 def test_four_ranks_need_no_argument(tmp_path: Path) -> None:
     """Without --packs each rank has one, and the losses are those of one rank with four packs."""
     losses = tmp_path / "losses.jsonl"
@@ -171,6 +203,9 @@ def test_profiler_writes_a_trace(tmp_path: Path) -> None:
         ({"attention": "flex"}, "no gradients on the CPU"),
         ({"attention": "sdpa", "checkpointing": "selective"}, "--attention attnforge"),
         ({"tokens": 32}, "64 or more"),
+        ({"cp": 2}, "--cp x tp: got 2 x 1 = 2, expected a divisor of the number of ranks, 1"),
+        ({"cp": 2, "attention": "sdpa"}, "--cp 2 needs --attention attnforge"),
+        ({"tp": 4}, "--tp: got 4, expected a divisor of the model's heads_kv, 2"),
     ],
 )
 def test_what_cannot_be(changes: dict[str, object], message: str) -> None:
