@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import torchrun
 from synthetic import Synthetic
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -408,6 +410,11 @@ def test_ranks_share_the_rows_of_a_pack(ranks: int) -> None:
 def test_shards_have_a_share_of_each_part() -> None:
     """Of a fused weight of 4 heads of q, 2 of k and 2 of v."""
     assert dealt_rows([4, 2, 2], 2).tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
+
+
+def test_gradients_of_split_layers() -> None:
+    """Of every parameter, with the fused prologue and without."""
+    torchrun(2, Path(__file__).with_name("mot_worker.py"))
 
 
 def test_rows_are_shared_with_our_operator_only(group: None) -> None:
