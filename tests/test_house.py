@@ -64,7 +64,7 @@ ALLOWED = {
     "runtime.doctor": {"codegen", "runtime", "runtime.build", "runtime.native"},
     "bagel": {"bagel.trainer", "runtime"},
     "bagel.trainer": {"bagel", "codegen", "runtime", "runtime.build", "runtime.integrations"},
-    "bagel.mot": {"bagel", "runtime"},
+    "bagel.mot": {"bagel", "runtime", "runtime.distributed"},
     "bagel.challenge": {"runtime", "runtime.search"},
     "bagel.measure": {
         "bagel",
