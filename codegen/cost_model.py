@@ -107,6 +107,12 @@ def bytes_per_flop(name: str) -> float | None:
     return sheet.memory / sheet.tflops if sheet else None
 
 
+def multiprocessors(name: str) -> int:
+    """How many multiprocessors the GPU called `name` has; 0 if that is not known."""
+    sheet = data_sheet(name)
+    return sheet.gpu.multiprocessors if sheet and sheet.gpu else 0
+
+
 @dataclass(frozen=True)
 class Prediction:
     """`ms` for the whole problem; `blocks` resident on a multiprocessor; `bound`: the unit that limits."""

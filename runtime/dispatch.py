@@ -66,9 +66,12 @@ def choose(
     deterministic: bool = False,
     visible_keys: int = 0,
     split_keys: bool = False,
+    rounds: int = tables.MANY,
 ) -> Choice:
     """As `choose_for`, for a device of this machine."""
-    return choose_for(problem, group, size, target_of(device), deterministic, visible_keys, split_keys)
+    return choose_for(
+        problem, group, size, target_of(device), deterministic, visible_keys, split_keys, rounds
+    )
 
 
 def choose_for(
@@ -79,26 +82,27 @@ def choose_for(
     deterministic: bool = False,
     visible_keys: int = 0,
     split_keys: bool = False,
+    rounds: int = tables.MANY,
 ) -> Choice:
     """The spec for `problem` on `target` with GQA ratio `group` and `size` query rows.
 
     `deterministic`: of a backward that sums in a fixed order: an entry that was searched for such calls if one is near
     (`tables.choose`), else the variant of another one that does (`_deterministic`).
-    `visible_keys`: as `tables.choose` takes it. `split_keys`: prefer a kernel whose blocks
+    `visible_keys`, `rounds`: as `tables.choose` takes them. `split_keys`: prefer a kernel whose blocks
     share the keys of a query, if there is one for the problem; there are too few queries otherwise.
     Raises Infeasible with the reason if there is no kernel, ValueError for a dtype without kernels on the device.
     """
     check_dtype(problem)
     if split_keys and (split := _splitting(problem, group, size, target)):
         return Choice(split, "few queries for many keys: blocks share the keys, not tuned")
-    for spec, reason in _offers(problem, group, size, target, visible_keys, deterministic):
+    for spec, reason in _offers(problem, group, size, target, visible_keys, deterministic, rounds):
         if not deterministic or make_plan(spec).deterministic:
             return Choice(spec, reason)
         if strict := _deterministic(spec, group):
             return Choice(strict, f"{reason}; {CONVERTED}")
     dims = f"{problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
     what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {dims}"
-    if deterministic and next(_offers(problem, group, size, target, visible_keys, False), None):
+    if deterministic and next(_offers(problem, group, size, target, visible_keys, False, rounds), None):
         if problem.score.wanted:
             raise Infeasible(SCORE_GRADIENTS_IN_ANY_ORDER)
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
@@ -107,12 +111,24 @@ def choose_for(
 
 
 def _offers(
-    problem: Problem, group: int, size: int, target: Target, visible_keys: int, deterministic: bool
+    problem: Problem,
+    group: int,
+    size: int,
+    target: Target,
+    visible_keys: int,
+    deterministic: bool,
+    rounds: int,
 ) -> Iterator[tuple[Spec, str]]:
     for arch in _by_speed(problem, group, size, target, visible_keys, deterministic):
         there = dataclasses.replace(problem, arch=arch)
         for spec, reason in tables.choose(
-            there, group, size, target.name, visible_keys=visible_keys, deterministic=deterministic
+            there,
+            group,
+            size,
+            target.name,
+            visible_keys=visible_keys,
+            deterministic=deterministic,
+            rounds=rounds,
         ):
             if refused := kernels.refusal(spec):
                 log.debug("%s of %s is passed over: %s", spec.slug, target.name, refused)
@@ -217,6 +233,7 @@ def resolve(
     score: str = "",
     mask_mod: str = "",
     split_keys: bool = False,
+    rounds: int = tables.MANY,
 ) -> int:
     """Called by launcher.cpp for a new problem class: the handle of the chosen variant, compiled and loaded."""
     direction = Direction.BACKWARD if backward else Direction.FORWARD
@@ -235,7 +252,8 @@ def resolve(
         score=ScoreMod(score),
     )
     group = heads_q // heads_kv
-    choice = choose(problem, group, seq_q, device, deterministic and backward, visible_keys, split_keys)
+    strict = deterministic and backward
+    choice = choose(problem, group, seq_q, device, strict, visible_keys, split_keys, rounds)
     log.debug("%s: %s", choice.spec.slug, choice.reason)
     handle = kernels.load(choice.spec, device)
     _reasons[handle] = choice.reason

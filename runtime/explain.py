@@ -42,12 +42,19 @@ def explain(
     target: Target,
     deterministic: bool = False,
     visible_keys: int = 0,
+    rounds: int = tables.MANY,
 ) -> Explanation:
     """The choice for a call and the reasons; arguments and errors as `dispatch.choose_for`."""
-    choice = choose_for(problem, group, size, target, deterministic, visible_keys)
+    choice = choose_for(problem, group, size, target, deterministic, visible_keys, rounds=rounds)
     chosen = choice.spec.problem
     found = tables.offers(
-        chosen, group, size, target.name, visible_keys=visible_keys, deterministic=deterministic
+        chosen,
+        group,
+        size,
+        target.name,
+        visible_keys=visible_keys,
+        deterministic=deterministic,
+        rounds=rounds,
     )
     taken = next((offer for offer in found if choice.reason.startswith(offer.reason)), None)
     others = {
@@ -111,6 +118,7 @@ def _farther(name: str, offer: Offer, taken: Offer, deterministic: bool) -> str:
     values = {
         "length": (mine.size, best.size),
         "GQA ratio": (mine.group, best.group),
+        "rounds": (mine.rounds, best.rounds),
     }[name]
     return f"{name} {values[0]}; that of the chosen one is nearer: {values[1]}"
 
@@ -129,7 +137,12 @@ def _other_archs(
     def speed(arch: Arch, strict: bool) -> float | None:
         there = dataclasses.replace(problem, arch=arch)
         return tables.measured(
-            there, group, size, target.name, visible_keys=visible_keys, deterministic=strict
+            there,
+            group,
+            size,
+            target.name,
+            visible_keys=visible_keys,
+            deterministic=strict,
         )
 
     # As dispatch compares them: by searches for deterministic calls only if all were measured in such.

@@ -44,13 +44,19 @@ _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near"
 # another one.
 # "shape" is the sum of the lengths' and the visible keys' distances, and of CONVERTED if the call is deterministic and
 # the entry's kernel is not, or was found for another GQA ratio.
-DISTANCES = (*_NEAR, "score", "long lists", "shape", "length", "GQA ratio", "device", "speed")
+DISTANCES = (*_NEAR, "score", "long lists", "shape", "length", "GQA ratio", "rounds", "device", "speed")
 _NUMBER = re.compile(r"\b\d+(\.\d*)?(e[+-]?\d+)?")  # in a score's text
 UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry without that number
 # Octaves that count for an entry whose kernel is not deterministic where a call is: its deterministic variant may lose
 # 40 %, more than an entry of a length nearby. 6 is a factor of 8 in the length of a full or causal call, whose visible
 # keys change with it.
 CONVERTED = 6
+FEW_TILES = (
+    "changed for fewer work tiles than multiprocessors take, not measured"  # ends the reason of a choice
+)
+# Rounds of a backward with enough work (`rounds_of`).
+MANY = 3
+KEYS = 128  # of a key tile, to count rounds
 # Knobs of a backward without which it computes more problems (`planned`), and what they stand for.
 DISPENSABLE = {
     "persistent": "persistent blocks",
@@ -64,7 +70,7 @@ DISPENSABLE = {
 class Tuned:
     """One measured winner.
 
-    Its class: the spec's problem, the GQA ratio `group`, the length `size`, `visible_keys`, `deterministic`.
+    Its class: the spec's problem, the GQA ratio `group`, the length `size`, `visible_keys`, `deterministic`, `rounds`.
     """
 
     spec: Spec
@@ -75,6 +81,7 @@ class Tuned:
     notes: dict[str, Any] = field(default_factory=dict)  # for readers: workload, registers, versions, date
     visible_keys: int = 0  # average number of keys that a query sees; 0: unknown, or determined by the length
     deterministic: bool = False  # found among kernels that sum in a fixed order, for calls that ask for it
+    rounds: int = MANY  # `rounds_of` the backward that was timed
 
     @property
     def cls(self) -> dict[str, Any]:
@@ -86,6 +93,7 @@ class Tuned:
             "octave": self.size.bit_length() - 1,
             **({"visible_octave": self.visible_keys.bit_length() - 1} if self.visible_keys else {}),
             **({"deterministic": 1} if self.deterministic else {}),
+            **({"rounds": self.rounds} if self.rounds < MANY else {}),
         }
 
     @property
@@ -106,15 +114,16 @@ class Tuned:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Tuned:
-        """Rebuild an entry; ValueError names what is missing or wrong. Older ones lack visible_keys, deterministic."""
+        """Rebuild an entry; ValueError names what is missing or wrong. Older ones lack what has a default here."""
         try:
             spec, group = spec_from_json(data["spec"]), int(data["class"]["group"])
             numbers = int(data["size"]), float(data["ms"]), float(data["tflops"])
             visible_keys = int(data.get("visible_keys", 0))
             deterministic = bool(data["class"].get("deterministic", False))
+            rounds = int(data["class"].get("rounds", MANY))
         except KeyError as error:
             raise ValueError(f"tuned entry: field {error} is missing") from error
-        return Tuned(spec, group, *numbers, dict(data.get("notes", {})), visible_keys, deterministic)
+        return Tuned(spec, group, *numbers, dict(data.get("notes", {})), visible_keys, deterministic, rounds)
 
 
 def device_name(device: torch.device) -> str:
@@ -240,6 +249,7 @@ def choose(
     *,
     visible_keys: int = 0,
     deterministic: bool = False,
+    rounds: int = MANY,
 ) -> Iterator[tuple[Spec, str]]:
     """Feasible specs for `problem` from tuned entries, nearest first, each with the reason.
 
@@ -253,10 +263,10 @@ def choose(
     5. for a mask whose `visible_keys` is not positive, backwards that can divide long lists;
     6. the nearest length and number of visible keys, in octaves of both together, then the nearest length. The length
        determines how many blocks there are, the visible keys how long each works;
-    7. the nearest GQA ratio;
-    8. this device, then the one of its architecture whose ratio of memory bandwidth to arithmetic is nearest by the
+    7. the nearest GQA ratio; 8. the nearest `rounds`;
+    9. this device, then the one of its architecture whose ratio of memory bandwidth to arithmetic is nearest by the
        data sheets (`cost_model.DATA_SHEETS`). Kernels for two shapes differ more than those for two devices;
-    9. the highest speed.
+    10. the highest speed.
 
     `visible_keys` is that of the call's mask: 0 if it is unknown, and then it does not matter; negative if a few keys
     are seen by far more queries than the others.
@@ -264,20 +274,60 @@ def choose(
     `deterministic`: the call wants gradients that sum in a fixed order. Entries of searches for such calls count only
     then. Of the others, those whose spec would have to be converted (`dispatch.choose_for`), and all with another GQA
     ratio, are CONVERTED octaves farther away in criterion 6.
+
+    `rounds`: `rounds_of` a backward. The tuning of entries that were measured with more is changed (`spread_out`).
     """
-    found = offers(problem, group, size, name, places, visible_keys=visible_keys, deterministic=deterministic)
-    for offer in found:
+    how = {"visible_keys": visible_keys, "deterministic": deterministic, "rounds": rounds}
+    for offer in offers(problem, group, size, name, places, **how):
         try:
             spec = replanned(problem, offer.entry)
         except Infeasible:
             continue
-        dropped = [what for name, what in DISPENSABLE.items() if _lacks(spec, offer.entry, name)]
-        yield spec, f"{offer.reason}; without {' and '.join(dropped)}" if dropped else offer.reason
+        few = not deterministic and rounds < offer.entry.rounds
+        spread = spread_out(spec, group, rounds) if few else spec
+        yield spread, _reason(offer, spec, spread)
+
+
+def _reason(offer: Offer, spec: Spec, spread: Spec) -> str:
+    """That of an entry, whose `spec` was changed to `spread`."""
+    dropped = [what for name, what in DISPENSABLE.items() if _lacks(spec, offer.entry, name)]
+    reason = f"{offer.reason}; without {' and '.join(dropped)}" if dropped else offer.reason
+    return reason if spread is spec else f"{reason}; {FEW_TILES}"
 
 
 def replanned(problem: Problem, entry: Tuned) -> Spec:
     """The spec of a call by the tuning of an entry, as `planned` changes it."""
     return planned(Spec(problem, entry.spec.tuning))
+
+
+def rounds_of(batch: int, heads_kv: int, seq_k: int, multiprocessors: int) -> int:
+    """How many key tiles of KEYS keys of a kv head each multiprocessor has in a backward: 0, 1, ... or MANY.
+
+    MANY where the number of multiprocessors is not known (0). As in router.h.
+    """
+    tiles = batch * heads_kv * -(-seq_k // KEYS)
+    return min(MANY, tiles // multiprocessors) if multiprocessors else MANY
+
+
+def spread_out(spec: Spec, group: int, rounds: int) -> Spec:
+    """A backward's spec for a call of fewer rounds than it was tuned with; the same where nothing is to change.
+
+    Where key tiles of kv heads are fewer than multiprocessors, each q head has blocks of its own. Sums in a fixed order
+    are dropped: blocks wait for each other, and there are no others that compute meanwhile. Measured in experiment 118.
+    """
+    knobs = spec.tuning.to_json()
+    if "split_heads" not in knobs:
+        return spec
+    changes = {"deterministic": 0, "launch_order": 0}
+    if rounds == 0 and group > 1:
+        changes |= {"split_heads": 1, "persistent": 0}
+    changes = {name: value for name, value in changes.items() if knobs.get(name, value) != value}
+    if not changes:
+        return spec
+    try:
+        return planned(Spec(spec.problem, make_tuning(spec.problem, knobs | changes)))
+    except Infeasible:
+        return spec
 
 
 def _lacks(spec: Spec, entry: Tuned, name: str) -> bool:
@@ -348,6 +398,7 @@ def offers(
     *,
     visible_keys: int = 0,
     deterministic: bool = False,
+    rounds: int = MANY,
 ) -> list[Offer]:
     """The entries that count for a call, nearest first; see `choose`. Their tuning may be infeasible there."""
     found = [
@@ -356,7 +407,7 @@ def offers(
             path,
             rank,
             (
-                *_distance(entry, problem, group, size, visible_keys, deterministic),
+                *_distance(entry, problem, group, size, visible_keys, deterministic, rounds),
                 _device_distance(rank, path.stem, name),
                 -entry.tflops,
             ),
@@ -380,7 +431,7 @@ def measured(
     """TFLOP/s of the fastest entry of the device's own tables for the very class of a call; None if there is none."""
     entries = [e for e in known(name, places) if _counts(e.spec.problem, problem)]
     entries = [e for e in entries if e.deterministic == deterministic]
-    distances = (_distance(e, problem, group, size, visible_keys, deterministic) for e in entries)
+    distances = (_distance(e, problem, group, size, visible_keys, deterministic, e.rounds) for e in entries)
     speeds = [e.tflops for e, distance in zip(entries, distances, strict=True) if not any(distance)]
     return max(speeds, default=None)
 
@@ -414,7 +465,13 @@ def _counts(tuned: Problem, problem: Problem) -> bool:
 
 
 def _distance(
-    entry: Tuned, problem: Problem, group: int, size: int, visible_keys: int, deterministic: bool
+    entry: Tuned,
+    problem: Problem,
+    group: int,
+    size: int,
+    visible_keys: int,
+    deterministic: bool,
+    rounds: int,
 ) -> tuple[float, ...]:
     """The parts of the distance that are 0 for an entry of the call's own class."""
     tuned = entry.spec.problem
@@ -432,6 +489,7 @@ def _distance(
         length + seen + CONVERTED * converted,
         length,
         abs(math.log2(entry.group / group)),
+        abs(entry.rounds - rounds),
     )
 
 

@@ -33,6 +33,7 @@ def explain(selection: Selection, deterministic: bool, most: int) -> None:
     Nothing is compiled and nothing runs. --gpu explains for a GPU that is not here. A call that attention refuses is
     an error with the same message.
     """
+    from attnforge.codegen.cost_model import multiprocessors
     from attnforge.codegen.spec import Direction
     from attnforge.runtime import explain as explaining
     from attnforge.runtime import kernels
@@ -51,7 +52,8 @@ def explain(selection: Selection, deterministic: bool, most: int) -> None:
             problem = case.problem(direction, target.archs[0])
             group = case.heads_q // case.heads_kv
             strict = deterministic and direction is Direction.BACKWARD
-            found = explaining.explain(problem, group, case.seq_q, target, strict, case.visible_keys)
+            rounds = case.rounds(direction, multiprocessors(gpu) if gpu else None)
+            found = explaining.explain(problem, group, case.seq_q, target, strict, case.visible_keys, rounds)
             echo(f"{case.name} {direction.value} {case.dtype.value} on {target.name}")
             splitting = _splitting(problem, group, case, target) if direction is Direction.FORWARD else None
             _say(found, most, splitting)

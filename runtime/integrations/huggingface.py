@@ -189,20 +189,15 @@ def attention_forward(
     _refuse(dropout, kwargs)
     if query.shape[0] == 1:  # learned queries, for any batch
         query = query.expand(key.shape[0], -1, -1, -1)
-    mask: Mask = None
     causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     reach = (sliding_window or 0) - 1  # -1: none
     window = (reach, reach) if attention_mask is None and reach < key.shape[2] - 1 else (-1, -1)
     samples = _samples(query, key, causal and attention_mask is None, window, kwargs)
+    mask = _mask_of(query, key, causal, window) if samples is None else samples
     if attention_mask is not None:
         if attention_mask.shape[-1] != key.shape[2]:
             attention_mask = attention_mask[..., : key.shape[2]]
-    elif samples is not None:
-        mask = samples
-    elif window[0] >= 0:
-        mask = band(query.shape[2], key.shape[2], sides_of(causal, window), query.device)
-    elif causal:
-        mask = Causal()
+    elif isinstance(mask, Causal):
         key, value, position_bias = _written(query.shape[2], key, value, position_bias)
     indices = kwargs.get("indices")
     if indices is not None:
@@ -216,6 +211,13 @@ def attention_forward(
     score = _score(kwargs.get("softcap"), position_bias, alibi_slopes, key.shape[2] - query.shape[2])
     out = attention(query, key, value, mask, scale=scaling, score=score, sinks=kwargs.get("s_aux"))
     return out.transpose(1, 2), None
+
+
+def _mask_of(query: Tensor, key: Tensor, causal: bool, window: tuple[int, int]) -> Mask:
+    """The mask of a call without a mask tensor; `window` as flash-attn has it."""
+    if window[0] >= 0:
+        return band(query.shape[2], key.shape[2], sides_of(causal, window), query.device)
+    return Causal() if causal else None
 
 
 def _written(

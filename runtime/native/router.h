@@ -1,6 +1,7 @@
 // Which variant runs a call: resolved in Python (runtime/dispatch.py) once per problem class, then kept.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <shared_mutex>
 #include <string_view>
@@ -59,6 +60,17 @@ inline bool splits_keys(const Call& c, bool backward) {
                                 rates.multiprocessors, rates.bandwidth});
 }
 
+// How many key tiles of 128 keys of a kv head each multiprocessor has in a backward, at most 3: `rounds_of` in
+// runtime/tables.py.
+inline uint64_t rounds_of(const Call& c, bool backward) {
+    constexpr int64_t kMany = 3, kKeys = 128;
+    if (!backward || c.q.is_cpu()) {
+        return kMany;
+    }
+    const int64_t tiles = c.k.size(0) * c.k.size(1) * ((c.k.size(2) + kKeys - 1) / kKeys);
+    return std::min(kMany, tiles / rates_of(c.k.device()).multiprocessors);
+}
+
 class Router {
 public:
     int64_t choose(const Call& c, bool backward, bool deterministic, int64_t align) {
@@ -68,10 +80,11 @@ public:
             (visible_keys > 0 ? 64 - __builtin_clzll(visible_keys) : 0) | (c.visible_keys < 0 ? 128u : 0u);
         const uint64_t device = static_cast<uint8_t>(c.q.device().index()) * 2u + c.q.is_cpu();
         const bool split_keys = splits_keys(c, backward);
+        const uint64_t rounds = rounds_of(c, backward);
         const Route route{
             static_cast<uint64_t>(split_keys) << 63 | static_cast<uint64_t>(c.q.size(3)) << 48 |
                 static_cast<uint64_t>(c.v.size(3)) << 32 | static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
-            visible_octave << 56 | device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 |
+            visible_octave << 56 | rounds << 52 | device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 |
                 rows_octave << 24 | static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.kind) << 8 |
                 static_cast<uint64_t>(c.intervals()) << 4 | c.planes() * 4u | deterministic * 2u | backward,
             number_or_none(c.score.text) | number_or_none(c.score.mask_mod) << 32};
@@ -84,12 +97,12 @@ public:
         }
         static const auto resolve = find_op<int64_t(bool, at::ScalarType, int64_t, int64_t, int64_t, int64_t, int64_t,
                                                     int64_t, int64_t, int64_t, at::Device, bool, int64_t, int64_t,
-                                                    bool, std::string_view, std::string_view, bool)>(
+                                                    bool, std::string_view, std::string_view, bool, int64_t)>(
             "attnforge::resolve");
         const int64_t handle =
             resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.v.size(3), c.kind, c.q.size(1), c.k.size(1),
                          c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible_keys, c.intervals(),
-                         c.planes(), c.score.text, c.score.mask_mod, split_keys);
+                         c.planes(), c.score.text, c.score.mask_mod, split_keys, static_cast<int64_t>(rounds));
         const std::unique_lock lock(mutex_);
         handles_[route] = handle;
         return handle;

@@ -80,8 +80,8 @@ def _entry(finished: Finished, env: dict[str, str]) -> Tuned:
     }
     ms, tflops = round(winner.ms, 4), round(winner.tflops, 3)
     group = case.heads_q // case.heads_kv
-    seen = abs(case.visible_keys)
-    return Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, seen, case.deterministic)
+    seen, rounds = abs(case.visible_keys), case.rounds(winner.spec.problem.direction)
+    return Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, seen, case.deterministic, rounds)
 
 
 def _version() -> str:

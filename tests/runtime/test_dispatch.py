@@ -15,7 +15,7 @@ import torch
 
 import attnforge
 from attnforge.codegen import host
-from attnforge.codegen.families import make_plan
+from attnforge.codegen.families import make_plan, make_tuning
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
 from attnforge.codegen.plan import Infeasible
@@ -319,7 +319,7 @@ def test_new_table_takes_effect_after_forget(
         ({"dim_v": 20}, Arch.SM90, "head_dim of v 20: the sm90a forward kernel takes multiples of 8 from 16"),
         ({"direction": Direction.BACKWARD}, Arch.SM90A, ""),
         ({"direction": Direction.BACKWARD, "dim_v": 64}, Arch.SM90A, ""),
-        ({"direction": Direction.BACKWARD, "dim_v": 96}, Arch.SM90, "head_dim_v 96: the wide sm90a backward"),
+        ({"direction": Direction.BACKWARD, "dim_v": 96}, Arch.SM90A, ""),
         ({"direction": Direction.BACKWARD, "align": 8}, Arch.SM90, "align 8: TMA needs"),
         ({"direction": Direction.BACKWARD, "head_dim": 8}, Arch.SM90, "head_dim 8: the sm90a backward"),
     ],
@@ -397,6 +397,55 @@ def test_where_visible_keys_are_unknown_the_fastest_pack_was_measured(tmp_path: 
     tables.save(H200, packs, tmp_path)
     speeds = [tables.measured(PROBLEM, 7, 1024, H200, [tmp_path], visible_keys=n) for n in (700, 90, 0)]
     assert speeds == [100.0, 200.0, 200.0]
+
+
+BACKWARD = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, mask=Mask.CAUSAL)
+ORDERED = {"deterministic": 1, "launch_order": 1, "split_heads": 0, "persistent": 0}
+
+
+def ordered(rounds: int = tables.MANY) -> Tuned:
+    """A backward whose blocks compute all heads of a group, in a fixed order."""
+    spec = next(candidates(BACKWARD))
+    spec = Spec(BACKWARD, make_tuning(BACKWARD, spec.tuning.to_json() | ORDERED))
+    return Tuned(spec, 7, 1024, 1.0, 300.0, rounds=rounds)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "group", "expected"),
+    [
+        (0, 7, {"split_heads": True, "deterministic": False, "launch_order": 0}),
+        (0, 1, {"split_heads": False, "deterministic": False, "launch_order": 0}),
+        (2, 7, {"split_heads": False, "deterministic": False, "launch_order": 0}),
+        (3, 7, {"split_heads": False, "deterministic": True, "launch_order": 1}),
+    ],
+)
+def test_small_backwards_have_more_blocks_that_do_not_wait(
+    rounds: int, group: int, expected: dict[str, int], tmp_path: Path
+) -> None:
+    tables.save(H200, [ordered()], tmp_path)
+    spec, reason = next(tables.choose(BACKWARD, group, 1024, H200, [tmp_path], rounds=rounds))
+    assert {name: getattr(spec.tuning, name) for name in expected} == expected
+    assert (tables.FEW_TILES in reason) == (rounds < tables.MANY)
+    make_plan(spec)
+
+
+def test_a_small_call_that_was_searched_gets_its_winner(tmp_path: Path) -> None:
+    """Entries of other rounds are other classes, and a deterministic call keeps its order."""
+    tables.save(H200, [ordered(), ordered(rounds=0)], tmp_path)
+    assert len(tables.load(H200, tmp_path)) == 2
+    spec, reason = next(tables.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=0))
+    assert spec == ordered().spec
+    assert tables.FEW_TILES not in reason
+    strict = tables.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=1, deterministic=True)
+    assert next(strict)[0] == ordered().spec
+
+
+def test_rounds_count_key_tiles_of_kv_heads() -> None:
+    assert tables.rounds_of(4, 4, 1024, 132) == 0  # 128 tiles
+    assert tables.rounds_of(4, 4, 1025, 132) == 1
+    assert tables.rounds_of(2, 8, 3000, 132) == 2
+    assert tables.rounds_of(1000, 8, 3000, 132) == tables.MANY
+    assert tables.rounds_of(1, 1, 1, 0) == tables.MANY  # no GPU
 
 
 def test_nothing_feasible() -> None:
