@@ -50,15 +50,14 @@ class Packed(Protocol):
 class LayerCost:
     """Seconds of one decoder layer, forward and backward: `token` a token, `pair` a visible pair of all heads, `fixed`.
 
-    The defaults are BAGEL-7B's layer (28/4/128, bf16, no checkpointing) on an H200: `pair` and 3.6e-8 of `token` are a
-    least-squares fit of attention's rates on packs (docs/performance.md, "Goals"; within 8 %), the rest of `token` is
-    the layer of docs/training.md without attention. `balance` depends on their ratio only, so times of a whole model
-    will do. A subclass may override `seconds`.
+    The defaults are BAGEL-7B's layer (28/4/128, bf16, no checkpointing) on an H200: the fit of benchmarks/layer_cost.py
+    to twelve packs, whose times it predicts within 1 % (docs/training.md). How `balance` distributes samples depends
+    on `token` / `pair` only, so times of a whole model will do. A subclass may override `seconds`.
     """
 
-    token: float = 2.66e-6
-    pair: float = 6.85e-11
-    fixed: float = 0.0
+    token: float = 2.217e-6
+    pair: float = 7.706e-11
+    fixed: float = 1.013e-3
 
     def __post_init__(self) -> None:
         """Raises TypeError for what is no number, and ValueError for a negative or infinite time, with which
@@ -79,7 +78,10 @@ class LayerCost:
     def from_rates(
         cls, heads_q: int, head_dim: int, *, forward: float, backward: float, token: float
     ) -> LayerCost:
-        """From attention's TFLOP/s of visible pairs (4 head_dim a pair and head forward, 2.5 times that backward)."""
+        """From attention's TFLOP/s of visible pairs (4 head_dim a pair and head forward, 2.5 times that backward).
+
+        `fixed` is 0.
+        """
         for name, size in (("heads_q", heads_q), ("head_dim", head_dim)):
             expect_integer(name, size)
             if size < 1:
@@ -89,7 +91,7 @@ class LayerCost:
             if not rate > 0.0:
                 raise ValueError(f"{name}: got {rate} TFLOP/s, expected a number above 0")
         work = 4e-12 * heads_q * head_dim
-        return cls(token, work / forward + 2.5 * work / backward)
+        return cls(token, work / forward + 2.5 * work / backward, 0.0)
 
     @classmethod
     def fit(cls, packs: Iterable[Packed], seconds: Iterable[float]) -> LayerCost:
