@@ -67,11 +67,20 @@ def running_mean(losses: Curve) -> Curve:
 
 
 def read(directory: Path) -> dict[int, dict[str, list[Curve]]]:
-    """Running means by seed and kind ("attnforge" or "peer"), in the order of repetitions."""
+    """Running means by seed and kind ("attnforge" or "peer"), in the order of repetitions.
+
+    Raises ClickException for a run that has not ended.
+    """
     curves: dict[int, dict[str, list[Curve]]] = defaultdict(lambda: defaultdict(list))
+    expected = 0
     for path in sorted(directory.glob("*.*_*.jsonl")):
         name, seed = path.stem.split("_")
         losses = [json.loads(line)["ce"] for line in path.read_text().splitlines()]
+        expected = expected or len(losses)
+        if len(losses) != expected:
+            raise click.ClickException(
+                f"{path}: {len(losses)} steps, others have {expected}; run it to its end"
+            )
         kind = "attnforge" if name.startswith("attnforge") else "peer"
         curves[int(seed)][kind].append(running_mean(losses))
     return curves

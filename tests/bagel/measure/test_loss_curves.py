@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click import ClickException
 from loss_curves import WINDOW, band, move_weights, moved, outside, read, running_mean, summary
 from torch import nn
 
@@ -55,3 +56,10 @@ def test_read_and_summary(tmp_path: Path) -> None:
     assert curves == {7: {"attnforge": [[3.0, 3.0]], "peer": [[2.0, 2.0], [2.5, 2.5]]}}
     (line,) = summary(curves)
     assert "seed 7: outside the band by at most 16.67%, the band is up to 25.00% wide" in line
+
+
+def test_a_run_that_has_not_ended_is_named(tmp_path: Path) -> None:
+    for name, steps in (("attnforge.0_0", 3), ("flex.0_0", 2)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([json.dumps({"ce": 1.0})] * steps))
+    with pytest.raises(ClickException, match=r"flex.0_0.jsonl: 2 steps, others have 3"):
+        read(tmp_path)
