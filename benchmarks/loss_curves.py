@@ -69,18 +69,16 @@ def running_mean(losses: Curve) -> Curve:
 def read(directory: Path) -> dict[int, dict[str, list[Curve]]]:
     """Running means by seed and kind ("attnforge" or "peer"), in the order of repetitions.
 
-    Raises ClickException for a run that has not ended.
+    Raises ClickException for a run that is shorter or longer than others of its seed.
     """
     curves: dict[int, dict[str, list[Curve]]] = defaultdict(lambda: defaultdict(list))
-    expected = 0
+    lengths: dict[int, int] = {}
     for path in sorted(directory.glob("*.*_*.jsonl")):
         name, seed = path.stem.split("_")
         losses = [json.loads(line)["ce"] for line in path.read_text().splitlines()]
-        expected = expected or len(losses)
-        if len(losses) != expected:
-            raise click.ClickException(
-                f"{path}: {len(losses)} steps, others have {expected}; run it to its end"
-            )
+        steps = lengths.setdefault(int(seed), len(losses))
+        if len(losses) != steps:
+            raise click.ClickException(f"{path}: {len(losses)} steps, others have {steps}; run it to its end")
         kind = "attnforge" if name.startswith("attnforge") else "peer"
         curves[int(seed)][kind].append(running_mean(losses))
     return curves

@@ -16,7 +16,7 @@ import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,7 @@ CONVERTED = 6
 FEW_TILES = (
     "changed for fewer work tiles than multiprocessors take, not measured"  # ends the reason of a choice
 )
-# Rounds of a backward with enough work (`rounds_of`).
-MANY = 3
+MANY = 8  # rounds of a backward (`rounds_of`), beyond which their number no longer matters
 KEYS = 128  # of a key tile, to count rounds
 # Knobs of a backward without which it computes more problems (`planned`), and what they stand for.
 DISPENSABLE = {
@@ -277,8 +276,8 @@ def choose(
 
     `rounds`: `rounds_of` a backward. The tuning of entries that were measured with more is changed (`spread_out`).
     """
-    how = {"visible_keys": visible_keys, "deterministic": deterministic, "rounds": rounds}
-    for offer in offers(problem, group, size, name, places, **how):
+    of = partial(offers, visible_keys=visible_keys, deterministic=deterministic, rounds=rounds)
+    for offer in of(problem, group, size, name, places):
         try:
             spec = replanned(problem, offer.entry)
         except Infeasible:
@@ -301,25 +300,27 @@ def replanned(problem: Problem, entry: Tuned) -> Spec:
 
 
 def rounds_of(batch: int, heads_kv: int, seq_k: int, multiprocessors: int) -> int:
-    """How many key tiles of KEYS keys of a kv head each multiprocessor has in a backward: 0, 1, ... or MANY.
+    """How often a backward's key tiles of KEYS keys of a kv head fill three quarters of the GPU: 0, 1, ... or MANY.
 
     MANY where the number of multiprocessors is not known (0). As in router.h.
     """
     tiles = batch * heads_kv * -(-seq_k // KEYS)
-    return min(MANY, tiles // multiprocessors) if multiprocessors else MANY
+    return min(MANY, 4 * tiles // (3 * multiprocessors)) if multiprocessors else MANY
 
 
 def spread_out(spec: Spec, group: int, rounds: int) -> Spec:
     """A backward's spec for a call of fewer rounds than it was tuned with; the same where nothing is to change.
 
-    Where key tiles of kv heads are fewer than multiprocessors, each q head has blocks of its own. Sums in a fixed order
-    are dropped: blocks wait for each other, and there are no others that compute meanwhile. Measured in experiment 118.
+    Where key tiles of kv heads leave more than a quarter of the GPU idle, each q head of a group has blocks of its own.
+    These, and those of heads without a group, add in any order: in a fixed one they wait for each other, and there are
+    no other blocks that compute meanwhile. Blocks that compute all heads of a group keep their order, which is as fast
+    from one round on. See docs/experiments.md, 118.
     """
     knobs = spec.tuning.to_json()
-    if "split_heads" not in knobs:
+    if "split_heads" not in knobs or (rounds > 0 and group > 1):
         return spec
     changes = {"deterministic": 0, "launch_order": 0}
-    if rounds == 0 and group > 1:
+    if group > 1:
         changes |= {"split_heads": 1, "persistent": 0}
     changes = {name: value for name, value in changes.items() if knobs.get(name, value) != value}
     if not changes:

@@ -60,15 +60,15 @@ inline bool splits_keys(const Call& c, bool backward) {
                                 rates.multiprocessors, rates.bandwidth});
 }
 
-// How many key tiles of 128 keys of a kv head each multiprocessor has in a backward, at most 3: `rounds_of` in
-// runtime/tables.py.
+// How often a backward's key tiles of 128 keys of a kv head fill three quarters of the GPU, at most 8 times:
+// `rounds_of` in runtime/tables.py.
 inline uint64_t rounds_of(const Call& c, bool backward) {
-    constexpr int64_t kMany = 3, kKeys = 128;
+    constexpr int64_t kMany = 8, kKeys = 128;
     if (!backward || c.q.is_cpu()) {
         return kMany;
     }
     const int64_t tiles = c.k.size(0) * c.k.size(1) * ((c.k.size(2) + kKeys - 1) / kKeys);
-    return std::min(kMany, tiles / rates_of(c.k.device()).multiprocessors);
+    return std::min(kMany, 4 * tiles / (3 * rates_of(c.k.device()).multiprocessors));
 }
 
 class Router {
