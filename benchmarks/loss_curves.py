@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -158,14 +157,14 @@ def run(
     options = Options(model=model, tokens=tokens, packs=2, steps=steps, lr=lr)
     runs = [("attnforge", 0), *((peer, repetition) for repetition in range(repetitions))]
     # A process a run: compiled code and allocators of one run do not change another.
-    with ProcessPoolExecutor(workers, get_context("spawn"), max_tasks_per_child=1) as pool:
+    with get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
         jobs = [
-            pool.submit(run_one, seed, attention, repetition, options, out)
+            pool.apply_async(run_one, (seed, attention, repetition, options, out))
             for seed in range(seeds)
             for attention, repetition in runs
         ]
         for job in jobs:
-            click.echo(job.result())
+            click.echo(job.get())
 
 
 @main.command()
@@ -185,7 +184,7 @@ def draw(logs: Path, out: Path) -> None:
         y = alt.Y(f"low{unit}:Q", title=title, scale=alt.Scale(zero=False))
         span = base.mark_area(color=ORANGE, opacity=0.45).encode(y, alt.Y2(f"high{unit}:Q"))
         line = base.mark_line(color=BLUE, strokeWidth=1.2).encode(alt.Y(f"attnforge{unit}:Q"))
-        rows.append(alt.layer(span, line, data=data).facet(alt.Column("seed:N", title=None)))
+        rows.append(alt.layer(span, line, data=data).facet(column=alt.Column("seed:N", title=None)))
     title = "blue: attnforge; orange: what runs of FlexAttention span; below: from the first of those runs"
     alt.vconcat(*rows, title=title).properties(background="white").save(str(out))
 
