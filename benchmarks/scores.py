@@ -194,7 +194,10 @@ def mma(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -
 
     def handle(of: Direction) -> int:
         problem, group = scored.problem(of, Arch.SM90), case.heads_q // case.heads_kv
-        choice = dispatch.choose_for(problem, group, case.seq_q, target, visible_keys=case.visible_keys)
+        rounds = case.rounds(of)
+        choice = dispatch.choose_for(
+            problem, group, case.seq_q, target, visible_keys=case.visible_keys, rounds=rounds
+        )
         return kernels.load(choice.spec, case.device)
 
     plain = [Inputs(*(t.detach() for t in x)) for x in sets]

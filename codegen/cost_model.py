@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from attnforge.codegen.families.sm80 import Sm80Forward
 from attnforge.codegen.families.sm80_backward import Sm80Backward
@@ -89,6 +90,7 @@ DATA_SHEETS = (
 )
 
 
+@lru_cache
 def data_sheet(name: str) -> DataSheet | None:
     """The data sheet of the GPU called `name`; None if it is not listed.
 

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import chain, combinations
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ log = logging.getLogger("attnforge")
 PACKAGED = Path(__file__).parent.parent / "generated" / "tuned"  # what the package brings
 MODELLED = "modelled"  # folder of the tables that were computed
 _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
-_SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
+_same = attrgetter(*(f.attribute for f in PROBLEM_FIELDS if f.match == "same"))
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near" and f.attribute != "score")
 # Parts of the distance of an entry from a call; lengths, keys and ratios in octaves, "device" 0, or 1 and more for
 # another one.
@@ -308,6 +309,18 @@ def rounds_of(batch: int, heads_kv: int, seq_k: int, multiprocessors: int) -> in
     return min(MANY, 4 * tiles // (3 * multiprocessors)) if multiprocessors else MANY
 
 
+def rounds_that_matter(
+    problem: Problem, group: int, name: str, places: Iterable[Path] | None = None
+) -> tuple[int, ...]:
+    """Values of `rounds` of calls, among which is one for each spec that `choose` makes of the entries that count."""
+    if problem.direction is Direction.FORWARD:
+        return (MANY,)
+    found = _entries(name, problem.arch, folders() if places is None else places)
+    known = {entry.rounds for _, _, entry in found if _counts(entry.spec.problem, problem)}
+    fewer = {max(0, rounds - 1) for rounds in known} if group == 1 else set()
+    return tuple(sorted({0, MANY} | known | fewer))
+
+
 def spread_out(spec: Spec, group: int, rounds: int) -> Spec:
     """A backward's spec for a call of fewer rounds than it was tuned with; the same where nothing is to change.
 
@@ -461,8 +474,7 @@ def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
 
 
 def _counts(tuned: Problem, problem: Problem) -> bool:
-    same = all(getattr(tuned, name) == getattr(problem, name) for name in _SAME)
-    return same and tuned.dtype.bytes == problem.dtype.bytes
+    return _same(tuned) == _same(problem) and tuned.dtype.bytes == problem.dtype.bytes
 
 
 def _distance(

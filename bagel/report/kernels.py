@@ -49,7 +49,13 @@ def compare(run: Run, winner: Variant, case: Case | None) -> Comparison:
 def _of_package(spec: Spec, case: Case, device: str) -> Spec | None:
     group = case.heads_q // case.heads_kv
     offers = tables.choose(
-        spec.problem, group, case.seq_q, device, (tables.PACKAGED,), visible_keys=case.visible_keys
+        spec.problem,
+        group,
+        case.seq_q,
+        device,
+        (tables.PACKAGED,),
+        visible_keys=case.visible_keys,
+        rounds=case.rounds(spec.problem.direction),
     )
     return next((chosen for chosen, _ in offers), None)
 
