@@ -4,8 +4,8 @@
     python benchmarks/loss_curves.py draw losses --out losses.svg
 
 A run of FlexAttention gives the same bits each time. To see how far rounding alone carries two runs apart, it is
-repeated: a repetition starts with each weight (float32) moved by at most one unit in the last place. The band of a seed
-is what these runs of FlexAttention span; a run of attnforge starts with the weights of the first of them.
+repeated: a repetition starts with each weight (float32) moved by at most two units in the last place. The band of a
+seed is what these runs of FlexAttention span; a run of attnforge starts with the weights of the first of them.
 
 Curves are running means of the cross entropy. `draw` needs the extra `report` (Altair), and prints for each seed how
 far attnforge is outside the band at most, and how wide the band is, relative to the loss.
@@ -29,14 +29,14 @@ from attnforge.bagel.mot.attention import OPERATORS
 from attnforge.bagel.mot.model import MotModel
 
 WINDOW = 20  # steps of a running mean
-ULP = 2.0**-23  # of float32, relative, at most
+ULP = 2.0**-23  # of float32, relative, at most; of a weight one or two units in the last place
 BLUE, ORANGE = "#1f5fa8", "#d98032"
 
 Curve = list[float]
 
 
 def moved(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """`weight`, each element at random as it is, or one unit in the last place larger or smaller."""
+    """`weight`, each element at random as it is, or larger or smaller by a share of ULP."""
     signs = torch.randint(-1, 2, weight.shape, generator=generator).to(weight)
     return weight * (1 + ULP * signs)
 
