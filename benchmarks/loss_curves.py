@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -57,6 +58,12 @@ def run_one(seed: int, attention: str, repetition: int, options: Options, out: P
     changed = Options(**(vars(options) | {"attention": attention, "seed": seed, "losses": path}))
     rows = train(changed, say=lambda _: None, prepare=partial(move_weights, repetition=repetition))
     return f"{path}: {len(rows)} steps, cross entropy {rows[0]['ce']:.3f} to {rows[-1]['ce']:.3f}"
+
+
+def alone(job: tuple[int, str, int, Options, Path]) -> str:
+    """`run_one` in a process of its own: compiled code and allocators of one run do not change another."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(run_one, *job).result()
 
 
 def running_mean(losses: Curve) -> Curve:
@@ -156,15 +163,10 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     options = Options(model=model, tokens=tokens, packs=2, steps=steps, lr=lr)
     runs = [("attnforge", 0), *((peer, repetition) for repetition in range(repetitions))]
-    # A process a run: compiled code and allocators of one run do not change another.
-    with get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
-        jobs = [
-            pool.apply_async(run_one, (seed, attention, repetition, options, out))
-            for seed in range(seeds)
-            for attention, repetition in runs
-        ]
-        for job in jobs:
-            click.echo(job.get())
+    jobs = [(seed, name, number, options, out) for seed in range(seeds) for name, number in runs]
+    with ThreadPoolExecutor(workers) as threads:
+        for line in threads.map(alone, jobs):
+            click.echo(line)
 
 
 @main.command()
