@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from attnforge.bagel.models import MODELS, Model
+from attnforge.codegen.cost_model import multiprocessors
 from attnforge.codegen.modules import mask_kernels
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.prologue import PrologueProblem
@@ -116,9 +117,25 @@ def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
         ):
             problem = Problem(direction, target.archs[0], dtype, model.head_dim, mask, align)
             strict = deterministic and direction is Direction.BACKWARD
-            with contextlib.suppress(Infeasible):  # a call would raise, too
-                for rounds in tables.rounds_that_matter(problem, group, target.name):
+            for rounds in _rounds(problem, model, size, target):
+                try:
                     yield choose_for(problem, group, size, target, strict, visible_keys, rounds=rounds).spec
+                except Infeasible:
+                    continue  # a call would raise, too
+
+
+def _rounds(problem: Problem, model: Model, size: int, target: Target) -> tuple[int, ...]:
+    """`tables.rounds_of` backwards of `size` to 2 * size - 1 rows and any part of the heads.
+
+    Of masks that list intervals or pairs, those of one pack, and MANY; of others, of any batch.
+    """
+    if problem.direction is Direction.FORWARD:
+        return (tables.MANY,)
+    count = multiprocessors(target.name)
+    fewest = tables.rounds_of(1, 1, size, count)
+    one = tables.rounds_of(1, model.heads_kv, 2 * size - 1, count)
+    most = one if problem.mask.listed else tables.MANY
+    return tuple(sorted({*range(fewest, most + 1), tables.MANY}))
 
 
 def compile_mask_kernels(targets: Sequence[Target]) -> int:

@@ -92,12 +92,27 @@ def test_specs_are_what_dispatch_answers_there(monkeypatch: pytest.MonkeyPatch) 
             (0, 4900, (16, 16, 72), 0),
             (2, 29000, (16, 16, 72), 1024),
             (1, 8192, (28, 4, 128), 0),
+            (1, 1024, (28, 4, 128), 0),
+            (0, 1024, (28, 4, 128), 0),
         ):
             heads = (heads_q, heads_kv)
+            rounds = tables.rounds_of(1, heads_kv, size, 132) if backward else tables.MANY
             dispatch.resolve(
-                backward, torch.bfloat16, dim, dim, mask, *heads, size, size, 16, device, False, visible
+                backward,
+                torch.bfloat16,
+                dim,
+                dim,
+                mask,
+                *heads,
+                size,
+                size,
+                16,
+                device,
+                False,
+                visible,
+                rounds=rounds,
             )
-    assert len(loaded) == 16
+    assert len(loaded) == 20
     assert set(loaded) <= set(wanted)
 
 
