@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from attnforge.bagel.report.read import Run, Variant
 from attnforge.bagel.report.sources import difference_html, source_html
+from attnforge.codegen.cost_model import multiprocessors
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Spec
@@ -55,7 +56,7 @@ def _of_package(spec: Spec, case: Case, device: str) -> Spec | None:
         device,
         (tables.PACKAGED,),
         visible_keys=case.visible_keys,
-        rounds=case.rounds(spec.problem.direction),
+        rounds=case.rounds(spec.problem.direction, multiprocessors(device)),
     )
     return next((chosen for chosen, _ in offers), None)
 

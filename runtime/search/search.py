@@ -418,14 +418,12 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     if not specs:
         return specs
     problem, group = specs[0].problem, case.heads_q // case.heads_kv
-    rounds = case.rounds(problem.direction)
+    seen, rounds = case.visible_keys, case.rounds(problem.direction)
     if case.deterministic:
         target = Target(device_name, (problem.arch,))
-        first = [choose_for(problem, group, case.seq_q, target, True, case.visible_keys, rounds=rounds).spec]
+        first = [choose_for(problem, group, case.seq_q, target, True, seen, rounds=rounds).spec]
     else:
-        offers = tables.choose(
-            problem, group, case.seq_q, device_name, visible_keys=case.visible_keys, rounds=rounds
-        )
+        offers = tables.choose(problem, group, case.seq_q, device_name, visible_keys=seen, rounds=rounds)
         first = [next(offers, (specs[0], ""))[0]]
     knobs = first[0].to_json()["tuning"]
     if "split_heads" in knobs:
