@@ -22,6 +22,7 @@ from attnforge.runtime import tables
 
 ALIGN_GPU = 16  # bytes: the widest copy of the kernels
 ROWS = 4096  # number of rows that kernels are chosen for if no shape is given
+_UNKNOWN = ("visible_octave", "rounds")  # parts of an entry's class that a package does not tell apart
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def _is_entry(entry: object) -> bool:
 def read_specs(path: Path) -> tuple[Item, ...]:
     """Items of a JSON list of specs (`Spec.to_json`), or of a tuned table. ValueError names what is wrong.
 
-    A package chooses by rows alone: of a table's entries that differ in visible keys only, the faster one counts, and
-    those for deterministic gradients are left out.
+    A package chooses by rows alone: of a table's entries that differ in visible keys or rounds only, the fastest one
+    counts, and those for deterministic gradients are left out.
     """
     try:
         data = json.loads(_text_of(path))
@@ -149,8 +150,8 @@ def read_specs(path: Path) -> tuple[Item, ...]:
             raise ValueError(
                 f"{path}: {spec.slug} needs the tile registers of Intel AMX, which packages do not use"
             )
-        seen = {name: value for name, value in entry.get("class", {}).items() if name != "visible_octave"}
-        key = json.dumps(seen) if seen else number
+        known = {name: value for name, value in entry.get("class", {}).items() if name not in _UNKNOWN}
+        key = json.dumps(known) if known else number
         items[key] = Item(spec, int(entry.get("size", ROWS)), f"named in {path.name}")
     return unique(items.values())
 
