@@ -17,8 +17,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from itertools import chain, combinations
-from operator import attrgetter
+from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,7 @@ UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry wi
 # 40 %, more than an entry of a length nearby. 6 is a factor of 8 in the length of a full or causal call, whose visible
 # keys change with it.
 CONVERTED = 6
-FEW_TILES = (
-    "changed for fewer work tiles than multiprocessors take, not measured"  # ends the reason of a choice
-)
+FEW_TILES = "changed for fewer rounds of work tiles, not measured"  # ends the reason of a choice
 MANY = 8  # rounds of a backward (`rounds_of`), beyond which their number no longer matters
 KEYS = 128  # of a key tile, to count rounds
 # Knobs of a backward without which it computes more problems (`planned`), and what they stand for.
@@ -209,13 +206,15 @@ def save(
 
     beside: specs that were timed in the same run. If given, an entry does not replace a faster one of its class that
         is not among them: numbers of different runs differ by more than variants do.
-    An older entry without visible keys is replaced by a new one of the same case that has them.
+    An older entry without visible keys or rounds is replaced by a new one of the same case that has them.
     Processes that save at the same time do so one after the other; one that is killed leaves the table as it was.
     Raises TablesError if the folder cannot be written.
     """
     path = table_path(name, writable(directory))
     new = list(entries)
-    cases = {(_without_visible(entry), entry.notes.get("case")) for entry in new if entry.visible_keys}
+    cases = {
+        (key, entry.notes["case"]) for entry in new if "case" in entry.notes for key in _older_keys(entry)
+    }
     with FileLock(directory / ".lock", mode=0o644):
         for left in directory.glob(f"*{_UNFINISHED}"):  # of a process that was killed: it held the lock
             left.unlink(missing_ok=True)
@@ -236,8 +235,12 @@ def _keeps(present: Iterable[Tuned], entry: Tuned, beside: Collection[Spec]) -> 
     )
 
 
-def _without_visible(entry: Tuned) -> str:
-    return dataclasses.replace(entry, visible_keys=0).key
+def _older_keys(entry: Tuned) -> set[str]:
+    """Keys that an entry of the same case had before entries knew their visible keys, or rounds."""
+    kinds = product({0, entry.visible_keys}, {MANY, entry.rounds})
+    return {dataclasses.replace(entry, visible_keys=seen, rounds=rounds).key for seen, rounds in kinds} - {
+        entry.key
+    }
 
 
 def choose(
@@ -442,7 +445,7 @@ def measured(
     visible_keys: int = 0,
     deterministic: bool = False,
 ) -> float | None:
-    """TFLOP/s of the fastest entry of the device's own tables for the very class of a call; None if there is none."""
+    """TFLOP/s of the fastest entry of the device's own tables for the class of a call, of any `rounds`; or None."""
     entries = [e for e in known(name, places) if _counts(e.spec.problem, problem)]
     entries = [e for e in entries if e.deterministic == deterministic]
     distances = (_distance(e, problem, group, size, visible_keys, deterministic, e.rounds) for e in entries)

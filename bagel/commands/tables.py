@@ -50,7 +50,7 @@ def show(device: str | None) -> None:
     """Show the entries for a device.
 
     DEVICE is a name as `list` prints it; the default is this machine's device. Behind a kernel's name: when and with
-    which versions it was measured, as far as the entry says.
+    which versions it was measured, as far as the entry says. `N rounds`: of a backward with few key tiles.
     """
     from attnforge.runtime.tables import MODELLED, folders, known
 
@@ -162,8 +162,14 @@ def _line(entry: Tuned) -> str:
     """Numbers first: the kernel's name is as long as it is, and stays whole."""
     seen = entry.visible_keys or ""
     strict = DETERMINISTIC if entry.deterministic else ""
-    line = f"{entry.tflops:#7.4g} {entry.group:>3} {entry.size:>6} {seen:>6}  {entry.spec.slug}{strict}"
+    line = f"{entry.tflops:#7.4g} {entry.group:>3} {entry.size:>6} {seen:>6}  {entry.spec.slug}{strict}{_rounds(entry)}"
     return "; ".join((line, *_provenance(entry)))
+
+
+def _rounds(entry: Tuned) -> str:
+    from attnforge.runtime.tables import MANY
+
+    return f", {entry.rounds} rounds" if entry.rounds < MANY else ""
 
 
 def _provenance(entry: Tuned) -> list[str]:
@@ -176,7 +182,7 @@ def _class(entry: Tuned) -> str:
     problem: Any = entry.spec.problem
     dims = f"{problem.head_dim}" + (f"/{problem.dim_v}" if problem.dim_v else "")
     words = (problem.direction.value, problem.arch.value, problem.dtype.value, dims, problem.mask.value)
-    return " ".join(words) + (DETERMINISTIC if entry.deterministic else "")
+    return " ".join(words) + (DETERMINISTIC if entry.deterministic else "") + _rounds(entry)
 
 
 def _speed(entry: Tuned | None) -> str:
