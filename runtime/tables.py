@@ -266,7 +266,8 @@ def choose(
     5. for a mask whose `visible_keys` is not positive, backwards that can divide long lists;
     6. the nearest length and number of visible keys, in octaves of both together, then the nearest length. The length
        determines how many blocks there are, the visible keys how long each works;
-    7. the nearest GQA ratio; 8. the nearest `rounds`;
+    7. the nearest GQA ratio;
+    8. the nearest `rounds`;
     9. this device, then the one of its architecture whose ratio of memory bandwidth to arithmetic is nearest by the
        data sheets (`cost_model.DATA_SHEETS`). Kernels for two shapes differ more than those for two devices;
     10. the highest speed.

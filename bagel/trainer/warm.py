@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -117,25 +116,28 @@ def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
         ):
             problem = Problem(direction, target.archs[0], dtype, model.head_dim, mask, align)
             strict = deterministic and direction is Direction.BACKWARD
-            for rounds in _rounds(problem, model, size, target):
+            for rounds in _rounds(problem, group, model, size, target):
                 try:
                     yield choose_for(problem, group, size, target, strict, visible_keys, rounds=rounds).spec
                 except Infeasible:
                     continue  # a call would raise, too
 
 
-def _rounds(problem: Problem, model: Model, size: int, target: Target) -> tuple[int, ...]:
+def _rounds(problem: Problem, group: int, model: Model, size: int, target: Target) -> tuple[int, ...]:
     """`tables.rounds_of` backwards of `size` to 2 * size - 1 rows and any part of the heads.
 
-    Of masks that list intervals or pairs, those of one pack, and MANY; of others, of any batch.
+    Of masks that list intervals or pairs, those of one pack, and MANY; of others, of any batch. Of these, values for
+    which `tables.choose` may make different choices.
     """
-    if problem.direction is Direction.FORWARD:
-        return (tables.MANY,)
+    matter = tables.rounds_that_matter(problem, group, target.name)
     count = multiprocessors(target.name)
+    if problem.direction is Direction.FORWARD or not count:
+        return matter
     fewest = tables.rounds_of(1, 1, size, count)
     one = tables.rounds_of(1, model.heads_kv, 2 * size - 1, count)
     most = one if problem.mask.listed else tables.MANY
-    return tuple(sorted({*range(fewest, most + 1), tables.MANY}))
+    between = (rounds for rounds in matter if fewest <= rounds <= most)
+    return tuple(sorted({fewest, most, *between, tables.MANY}))
 
 
 def compile_mask_kernels(targets: Sequence[Target]) -> int:
