@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import chain, combinations, product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
