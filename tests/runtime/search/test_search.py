@@ -157,27 +157,30 @@ def test_what_the_tables_run_now_is_tried_first(monkeypatch: pytest.MonkeyPatch)
 def test_the_incumbent_is_what_a_call_of_the_case_takes(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its GQA ratio, rows of q and visible keys."""
+    """Of its GQA ratio, rows of q, visible keys and rounds."""
     key = torch.arange(90, dtype=torch.int32)
     mask = Spans(key // 9, key // 3, visible_keys=15)
     case = Case("spans", 1, 6, 2, 40, 90, 64, DType.BFLOAT16, mask, 600, CPU, deterministic=deterministic)
     space = list(islice(candidates(case.problem(BACKWARD, Arch.SM90A)), 9))
     asked: list[tuple[object, ...]] = []
 
-    def choose_for(problem: object, group: int, size: int, target: Target, *rest: object) -> SimpleNamespace:
-        asked.append((group, size, target.name, *rest))
+    def choose_for(
+        problem: object, group: int, size: int, target: Target, *rest: object, rounds: int
+    ) -> SimpleNamespace:
+        asked.append((group, size, target.name, *rest, rounds))
         return SimpleNamespace(spec=space[5])
 
     def choose(
-        problem: object, group: int, size: int, name: str, *, visible_keys: int
+        problem: object, group: int, size: int, name: str, *, visible_keys: int, rounds: int
     ) -> Iterator[tuple[Spec, str]]:
-        asked.append((group, size, name, visible_keys))
+        asked.append((group, size, name, visible_keys, rounds))
         return iter([(space[5], "tuned")])
 
+    monkeypatch.setattr(Case, "rounds", lambda self, direction: 4)
     monkeypatch.setattr(engine, "choose_for", choose_for)
     monkeypatch.setattr(tables, "choose", choose)
     assert engine._with_incumbent(space, case, "dev")[0] == space[5]
-    assert asked == [(3, 40, "dev", *([True] if deterministic else []), case.visible_keys)]
+    assert asked == [(3, 40, "dev", *([True] if deterministic else []), case.visible_keys, 4)]
 
 
 @pytest.mark.parametrize(
