@@ -137,12 +137,7 @@ def _other_archs(
     def speed(arch: Arch, strict: bool) -> float | None:
         there = dataclasses.replace(problem, arch=arch)
         return tables.measured(
-            there,
-            group,
-            size,
-            target.name,
-            visible_keys=visible_keys,
-            deterministic=strict,
+            there, group, size, target.name, visible_keys=visible_keys, deterministic=strict
         )
 
     # As dispatch compares them: by searches for deterministic calls only if all were measured in such.

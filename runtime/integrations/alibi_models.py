@@ -13,10 +13,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from attnforge.runtime.integrations.spans_tensor import may_keep, once
+from attnforge.runtime.integrations.spans_tensor import may_keep, once, visible_pairs
 
 Forward = Callable[..., tuple[Tensor, None]]
 
@@ -155,11 +154,6 @@ def _falcon(
         alibi = alibi.view(q.shape[0], q.shape[1], 1, -1) * self.inv_norm_factor
     out = _attend(attention, self, (q, k, v), attention_mask, alibi, dropout, output_attentions)
     return self.dense(out), None
-
-
-def visible_pairs(mask: Tensor) -> Tensor:
-    """A model's mask as bool. Models hide keys by False, or in an additive mask by -inf or the dtype's least value."""
-    return mask > torch.finfo(mask.dtype).min / 2 if mask.dtype.is_floating_point else mask.bool()
 
 
 def _visible_once(mask: Tensor) -> Tensor:

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from attnforge.runtime.build.settings import disabled
 from attnforge.runtime.integrations import alibi_models
-from attnforge.runtime.integrations.alibi_models import visible_pairs
 from attnforge.runtime.integrations.flash_attn import band, documents, sides_of
-from attnforge.runtime.integrations.spans_tensor import SpansTensor, mask_of
+from attnforge.runtime.integrations.spans_tensor import SpansTensor, combined
 from attnforge.runtime.mask_intervals import spans_of
-from attnforge.runtime.masks import Causal, DenseMask, Spans, transient
+from attnforge.runtime.masks import Causal, Spans, transient
 from attnforge.runtime.ops import Mask, attention
 from attnforge.runtime.scores import Score, alibi, bias, softcap
 
@@ -205,7 +204,7 @@ def attention_forward(
     if attention_mask is not None:
         position_bias = _added(attention_mask, position_bias, alibi_slopes)
         sizes = query.shape[2], key.shape[2]
-        mask = _combined(attention_mask, samples, *sizes, of_layer=indices is not None)
+        mask = combined(attention_mask, samples, *sizes, of_layer=indices is not None)
         alibi_slopes = None if attention_mask.dtype.is_floating_point else alibi_slopes
     # Of lines, queries are no earlier than Sk - Sq, so that all visible keys are on one side.
     score = _score(kwargs.get("softcap"), position_bias, alibi_slopes, key.shape[2] - query.shape[2])
@@ -259,21 +258,6 @@ def _refuse(dropout: float, arguments: dict[str, Any]) -> None:
             raise ValueError(
                 f"{name}: not supported by attnforge; use attn_implementation='eager' for this model"
             )
-
-
-def _combined(mask: Tensor, samples: Spans | None, rows: int, keys: int, of_layer: bool) -> Spans | DenseMask:
-    """What a model's mask and `samples` both show. of_layer: each layer makes a mask, which is not worth converting."""
-    if of_layer or mask.dtype != torch.bool:
-        visible = visible_pairs(mask)
-        if visible.shape[-2] == 1:  # one row for all queries
-            visible = visible.expand(*visible.shape[:-2], rows, -1)
-        return DenseMask(visible if samples is None else visible & samples.visible(rows, keys, mask.device))
-    found = mask_of(mask, rows, keys)
-    if samples is None:
-        return found
-    if isinstance(found, Spans):
-        return found & samples  # of one interval, so that there are no more than before
-    return DenseMask(found.mask & samples.visible(rows, keys, mask.device))
 
 
 def _added(mask: Tensor, position_bias: Tensor | None, slopes: Tensor | None) -> Tensor | None:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from attnforge.runtime.build.settings import disabled
-from attnforge.runtime.integrations.alibi_models import visible_pairs
 from attnforge.runtime.integrations.flash_attn import band, documents, sides_of
 from attnforge.runtime.integrations.huggingface import register_huggingface
+from attnforge.runtime.integrations.spans_tensor import combined
 from attnforge.runtime.integrations.trainers import NAME, is_ours, marked, replace_everywhere, symbols
-from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.masks import Causal, Spans
 from attnforge.runtime.ops import Mask, attention
 from attnforge.runtime.scores import Score, bias, softcap
 
@@ -159,9 +159,7 @@ def preprocess(
                     "attention_mask: an additive mask is not supported with a softcap; pass a bool mask"
                 )
             score = bias(attention_mask)
-        visible = visible_pairs(attention_mask)
-        limits = None if mask is None else mask.visible(rows, keys, q.device)
-        mask = DenseMask(visible if limits is None else visible & limits)
+        mask = combined(attention_mask, mask, rows, keys)
     return q, k, v, {"mask": mask, "score": score, "sinks": given.get("learnable_sink")}
 
 

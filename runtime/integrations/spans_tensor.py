@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnforge.runtime.mask_intervals import spans_of
 from attnforge.runtime.masks import DenseMask, Spans, transient
+from attnforge.runtime.ops import Mask
 
 _aten = torch.ops.aten
 Made = TypeVar("Made")
@@ -144,12 +145,37 @@ def mask_of(mask: Tensor, rows: int, keys: int) -> Spans | DenseMask:
         if spans is not None:
             return spans
         mask = mask.dense()
-    visible = mask[..., :keys]
-    if visible.shape[-2] == 1:  # one row for all queries
-        visible = visible.expand(*visible.shape[:-2], rows, -1)
+    visible = _of_rows(mask[..., :keys], rows)
     if visible.dim() not in (2, 4) or visible.numel() == 0 or not may_keep(mask):
         return DenseMask(visible)
     return once(_converted, visible)
+
+
+def combined(mask: Tensor, limits: Mask, rows: int, keys: int, of_layer: bool = False) -> Spans | DenseMask:
+    """What a model's mask, bool or additive, and `limits` both show; limits: of at most one interval a key.
+
+    of_layer: each layer makes a mask, which is not worth converting; additive masks are not converted either.
+    """
+    if of_layer or mask.dtype != torch.bool:
+        pairs = _of_rows(visible_pairs(mask), rows)
+    else:
+        found = mask_of(mask, rows, keys)
+        if limits is None:
+            return found
+        if isinstance(found, Spans) and isinstance(limits, Spans):
+            return found & limits  # no more intervals than before
+        pairs = found.visible(rows, keys, mask.device)
+    return DenseMask(pairs if limits is None else pairs & limits.visible(rows, keys, mask.device))
+
+
+def visible_pairs(mask: Tensor) -> Tensor:
+    """A model's mask as bool. Models hide keys by False, or in an additive mask by -inf or the dtype's least value."""
+    return mask > torch.finfo(mask.dtype).min / 2 if mask.dtype.is_floating_point else mask.bool()
+
+
+def _of_rows(visible: Tensor, rows: int) -> Tensor:
+    """A mask with one row for all queries as one of `rows` rows."""
+    return visible.expand(*visible.shape[:-2], rows, -1) if visible.shape[-2] == 1 else visible
 
 
 @torch.no_grad()
