@@ -308,7 +308,7 @@ def replanned(problem: Problem, entry: Tuned) -> Spec:
 def rounds_of(batch: int, heads_kv: int, seq_k: int, multiprocessors: int) -> int:
     """How often a backward's key tiles of KEYS keys of a kv head fill three quarters of the GPU: 0, 1, ... or MANY.
 
-    MANY where the number of multiprocessors is not known (0). As in router.h.
+    MANY where the number of multiprocessors is not known (0). The same rule as runtime/native/backward_rounds.h.
     """
     tiles = batch * heads_kv * -(-seq_k // KEYS)
     return min(MANY, 4 * tiles // (3 * multiprocessors)) if multiprocessors else MANY

@@ -1,12 +1,12 @@
 // Which variant runs a call: resolved in Python (runtime/dispatch.py) once per problem class, then kept.
 #pragma once
 
-#include <algorithm>
 #include <cstdlib>
 #include <shared_mutex>
 #include <string_view>
 #include <unordered_map>
 
+#include "backward_rounds.h"
 #include "checks.h"
 #include "handles.h"
 #include "split_choice.h"
@@ -60,15 +60,11 @@ inline bool splits_keys(const Call& c, bool backward) {
                                 rates.multiprocessors, rates.bandwidth});
 }
 
-// How often a backward's key tiles of 128 keys of a kv head fill three quarters of the GPU, at most 8 times:
-// `rounds_of` in runtime/tables.py.
 inline uint64_t rounds_of(const Call& c, bool backward) {
-    constexpr int64_t kMany = 8, kKeys = 128;
     if (!backward || c.q.is_cpu()) {
-        return kMany;
+        return kManyRounds;
     }
-    const int64_t tiles = c.k.size(0) * c.k.size(1) * ((c.k.size(2) + kKeys - 1) / kKeys);
-    return std::min(kMany, 4 * tiles / (3 * rates_of(c.k.device()).multiprocessors));
+    return backward_rounds(c.k.size(0), c.k.size(1), c.k.size(2), rates_of(c.k.device()).multiprocessors);
 }
 
 class Router {

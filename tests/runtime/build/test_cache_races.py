@@ -20,6 +20,7 @@ import pytest
 
 from attnforge.codegen.render import Source
 from attnforge.runtime.build import cache, store
+from attnforge.runtime.build.errors import CacheError
 from attnforge.runtime.build.settings import CACHE_DIR
 
 # Children are forked from a small server: no torch, no threads, milliseconds each.
@@ -99,9 +100,13 @@ def test_without_locks_all_are_right_too(env: dict[str, str], cache_dir: Path) -
 
 
 def obtain_for(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        obtain(*SOURCES)
+    end, right = time.monotonic() + seconds, 0
+    while time.monotonic() < end or not right:
+        try:
+            obtain(*SOURCES)
+            right += 1
+        except CacheError as error:  # all builds of one call met `damage_for`: an error, never wrong bytes
+            assert f"damaged after each of {store.ATTEMPTS} builds" in str(error)
 
 
 def clear_for(seconds: float) -> None:
