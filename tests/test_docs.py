@@ -37,6 +37,7 @@ def runnable(page: Path) -> list[str]:
 def test_python_runs_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The snippets of a page run one after another, with the names of those before; without a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)  # for the files that snippets write
     names: dict[str, Any] = {}
     for number, text in enumerate(runnable(page)):
         path = tmp_path / f"{page.stem}_{number}.py"
