@@ -75,7 +75,7 @@ def running_mean(losses: Curve) -> Curve:
 def read(directory: Path) -> dict[int, dict[str, list[Curve]]]:
     """Running means by seed and kind ("attnforge" or "peer"), in the order of repetitions.
 
-    Raises ClickException for a run that is shorter or longer than others of its seed.
+    Raises ClickException for a run that is shorter or longer than others of its seed, and for a seed that lacks runs.
     """
     curves: dict[int, dict[str, list[Curve]]] = defaultdict(lambda: defaultdict(list))
     lengths: dict[int, int] = {}
@@ -87,6 +87,12 @@ def read(directory: Path) -> dict[int, dict[str, list[Curve]]]:
             raise click.ClickException(f"{path}: {len(losses)} steps, others have {steps}; run it to its end")
         kind = "attnforge" if name.startswith("attnforge") else "peer"
         curves[int(seed)][kind].append(running_mean(losses))
+    for seed, runs in curves.items():
+        if not runs["attnforge"] or len(runs["peer"]) < 2:
+            raise click.ClickException(
+                f"{directory}: seed {seed} has {len(runs['attnforge'])} runs of attnforge and {len(runs['peer'])} of "
+                "FlexAttention; at least 1 and 2 are needed"
+            )
     return curves
 
 
@@ -100,18 +106,24 @@ def outside(curve: Curve, limits: list[tuple[float, float]]) -> float:
     return max(max(low - x, x - high, 0.0) / x for x, (low, high) in zip(curve, limits, strict=True))
 
 
+def largest(runs: list[Curve], curve: Curve | None = None) -> float:
+    """How far `curve` leaves the band of all `runs` but one, at most over that one; None: how far that one does."""
+    rests = ((run, runs[:number] + runs[number + 1 :]) for number, run in enumerate(runs))
+    return max(outside(run if curve is None else curve, band(rest)) for run, rest in rests)
+
+
 def summary(curves: dict[int, dict[str, list[Curve]]]) -> list[str]:
     """A line of text for each seed."""
     lines = []
     for seed, runs in sorted(curves.items()):
-        limits = band(runs["peer"])
+        peer, ours = runs["peer"], runs["attnforge"][0]
+        limits = band(peer)
         width = max((high - low) / low for low, high in limits)
-        last = sum(
-            abs(x - y) / x for x, y in zip(runs["attnforge"][0][-30:], runs["peer"][0][-30:], strict=True)
-        )
+        last = sum(abs(x - y) / x for x, y in zip(ours[-30:], peer[0][-30:], strict=True))
         lines.append(
-            f"seed {seed}: outside the band by at most {outside(runs['attnforge'][0], limits):.2%}, the band is up to "
-            f"{width:.2%} wide; the last 30 steps differ by {last / 30:.2%} in the mean"
+            f"seed {seed}: outside the band by at most {outside(ours, limits):.2%}, the band is up to {width:.2%} "
+            f"wide; outside the band of all runs but one by at most {largest(peer, ours):.2%}, FlexAttention's run "
+            f"that is left out by at most {largest(peer):.2%}; the last 30 steps differ by {last / 30:.2%} in the mean"
         )
     return lines
 

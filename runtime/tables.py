@@ -403,6 +403,7 @@ class Offer:
         verb = "modelled, not measured," if self.modelled else "tuned"
         entry = self.entry
         rows = f"{entry.size} rows{_seen(entry)}, GQA ratio {entry.group}"
+        rows += f", {entry.rounds} rounds" if entry.rounds < MANY else ""
         strict = ", deterministic" if entry.deterministic else ""
         elsewhere = "; of another device, not measured on this one" if self.rank == 1 else ""
         return f"{verb} as {entry.spec.slug} for {rows}{strict} ({self.path.name}){elsewhere}"

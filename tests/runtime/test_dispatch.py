@@ -436,6 +436,7 @@ def test_a_small_call_that_was_searched_gets_its_winner(tmp_path: Path) -> None:
     assert len(tables.load(H200, tmp_path)) == 2
     spec, reason = next(tables.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=0))
     assert spec == ordered().spec
+    assert "GQA ratio 7, 0 rounds" in reason
     assert tables.FEW_TILES not in reason
     strict = tables.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=1, deterministic=True)
     assert next(strict)[0] == ordered().spec

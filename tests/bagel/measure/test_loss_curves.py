@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click import ClickException
-from loss_curves import WINDOW, band, move_weights, moved, outside, read, running_mean, summary
+from loss_curves import WINDOW, band, largest, move_weights, moved, outside, read, running_mean, summary
 from torch import nn
 
 
@@ -48,6 +48,13 @@ def test_band_and_outside() -> None:
     assert outside([0.5, 3.5], limits) == pytest.approx(1.0)
 
 
+def test_largest_distance_from_the_band_of_all_runs_but_one() -> None:
+    runs = [[1.0], [2.0], [4.0]]
+    assert largest(runs) == pytest.approx(1.0)  # 1 is half of the nearest other one, 4 is twice as much
+    assert largest(runs, [3.0]) == pytest.approx(1 / 3)  # without 4, 2 is the nearest
+    assert largest(runs, [2.0]) == pytest.approx(0.0)
+
+
 def test_read_and_summary(tmp_path: Path) -> None:
     for name, loss in (("attnforge.0_7", 3.0), ("flex.0_7", 2.0), ("flex.1_7", 2.5)):
         lines = [json.dumps({"ce": loss})] * 2
@@ -56,6 +63,15 @@ def test_read_and_summary(tmp_path: Path) -> None:
     assert curves == {7: {"attnforge": [[3.0, 3.0]], "peer": [[2.0, 2.0], [2.5, 2.5]]}}
     (line,) = summary(curves)
     assert "seed 7: outside the band by at most 16.67%, the band is up to 25.00% wide" in line
+    assert "all runs but one by at most 33.33%, FlexAttention's run that is left out by at most 25.00%" in line
+
+
+@pytest.mark.parametrize("names", [("attnforge.0_0", "flex.0_0"), ("flex.0_0", "flex.1_0")])
+def test_a_seed_that_lacks_runs_is_named(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"ce": 1.0}))
+    with pytest.raises(ClickException, match="seed 0 has . runs of attnforge and . of FlexAttention"):
+        read(tmp_path)
 
 
 def test_a_run_that_has_not_ended_is_named(tmp_path: Path) -> None:
