@@ -87,10 +87,10 @@ def read(directory: Path) -> dict[int, dict[str, list[Curve]]]:
             raise click.ClickException(f"{path}: {len(losses)} steps, others have {steps}; run it to its end")
         kind = "attnforge" if name.startswith("attnforge") else "peer"
         curves[int(seed)][kind].append(running_mean(losses))
-    for seed, runs in curves.items():
+    for number, runs in curves.items():
         if not runs["attnforge"] or len(runs["peer"]) < 2:
             raise click.ClickException(
-                f"{directory}: seed {seed} has {len(runs['attnforge'])} runs of attnforge and {len(runs['peer'])} of "
+                f"{directory}: seed {number} has {len(runs['attnforge'])} runs of attnforge and {len(runs['peer'])} of "
                 "FlexAttention; at least 1 and 2 are needed"
             )
     return curves
