@@ -100,14 +100,23 @@ def choose_for(
             return Choice(spec, reason)
         if strict := _deterministic(spec, group):
             return Choice(strict, f"{reason}; {CONVERTED}")
-    dims = f"{problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
-    what = f"{problem.arch.value} {problem.direction.value} kernel for head_dim {dims}"
+    archs = " or ".join(arch.value for arch in target.archs)
+    what = f"{archs} {problem.direction.value} kernel for {_head_dims(problem)}"
     if deterministic and next(_offers(problem, group, size, target, visible_keys, False, rounds), None):
         if problem.score.wanted:
             raise Infeasible(SCORE_GRADIENTS_IN_ANY_ORDER)
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
     last = dataclasses.replace(problem, arch=target.archs[-1])
-    raise Infeasible(f"q: no {what}: {why_infeasible(last)}")
+    raise Infeasible(f"q: no {what}: {why_infeasible(last).removeprefix(f'head_dim {problem.head_dim}: ')}")
+
+
+def _head_dims(problem: Problem) -> str:
+    return f"head_dim {problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
+
+
+def _in_words(problem: Problem) -> str:
+    """What an entry has to agree with."""
+    return f"{problem.arch.value} {problem.dtype.value} {problem.direction.value}, {_head_dims(problem)}"
 
 
 def _offers(
@@ -137,7 +146,7 @@ def _offers(
         count = 0
         for spec in candidates(there):
             count += 1
-            yield spec, f"first feasible of the search space, nothing tuned fits {target.name}"
+            yield spec, f"first feasible of the search space, as no tuned entry fits {_in_words(there)}"
         if not count:
             log.debug("no %s kernel for %s: %s", arch.value, there, why_infeasible(there))
 

@@ -78,7 +78,9 @@ def targets_of(name: str) -> tuple[Arch, ...]:
     found = [capability for pattern, capability in NAMES if re.search(pattern, name, re.IGNORECASE)]
     if not found:
         known = "B200, H100, H200, A100, A10, L4, L40, RTX 3090, RTX 4090, RTX 5090 and their relatives"
-        raise ValueError(f"--gpu: {name!r} is not a GPU known by name ({known}); give --arch instead")
+        raise ValueError(
+            f"--gpu: {name!r} is not a GPU known by name ({known}); give --arch instead if it is Ampere or newer"
+        )
     return ARCHS[found[0]]
 
 

@@ -161,6 +161,16 @@ def table_path(name: str, directory: Path) -> Path:
     return directory / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
 
 
+def longer_names(name: str) -> list[str]:
+    """Devices with a table whose names have all words of `name` and more: it may stand for one of them.
+
+    None if `name` has a table itself.
+    """
+    words = set(table_path(name, PACKAGED).stem.split("-"))
+    others = {path.stem for place in folders() for path in place.glob("*.json")}
+    return [] if known(name) else sorted(other for other in others if words < set(other.split("-")))
+
+
 def known(name: str, places: Iterable[Path] | None = None) -> tuple[Tuned, ...]:
     """Entries for a device from all folders; where two hold the same class, the first folder's."""
     entries: dict[str, Tuned] = {}

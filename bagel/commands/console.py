@@ -31,6 +31,16 @@ def warn(text: str) -> None:
     console.print(f"[bold yellow]warning:[/bold yellow] {escape(text)}", highlight=False)
 
 
+def warn_of_short_name(gpu: str | None) -> None:
+    """Warn if a GPU without a table has a name that a longer one with a table begins with, as `NVIDIA H100`."""
+    from attnforge.runtime.tables import longer_names
+
+    if gpu and (names := longer_names(gpu)):
+        warn(
+            f"--gpu: no table is for {gpu}, but for {', '.join(names)}; give the name as nvidia-smi -L prints it"
+        )
+
+
 class _Table(Table):
     """In a narrow terminal its columns stand closer, and numbers are not wrapped, as long as all words have room."""
 

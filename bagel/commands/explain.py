@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attnforge.bagel.commands.console import echo
+from attnforge.bagel.commands.console import echo, warn_of_short_name
 from attnforge.bagel.commands.options import gpu_option, number, selecting
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def explain(selection: Selection, deterministic: bool, most: int) -> None:
     from attnforge.runtime.dispatch import Target, target_of
 
     gpu = selection.gpu
+    warn_of_short_name(gpu)
     target = Target(gpu, kernels.targets_of(gpu)) if gpu else target_of(selection.device)
     if selection.arch is not None:
         if selection.arch not in target.archs:
@@ -76,7 +77,9 @@ def _say(found: Explanation, most: int, splitting: str | None) -> None:
     echo(f"  why   {found.choice.reason.replace(f' as {found.choice.spec.slug}', '', 1)}")
     if splitting:
         echo(f"  or    {splitting}")
-        echo("        where the predicted time is shorter if blocks share the keys (dispatch.md)")
+        echo(
+            "        where the predicted time is shorter if blocks share the keys (docs/concepts/dispatch.md)"
+        )
     if found.fallback:
         echo("        `attnforge search` with the same options finds the fastest")
     elif found.choice.reason.endswith(CONVERTED):

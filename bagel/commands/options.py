@@ -183,7 +183,7 @@ SHAPE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--head-dim", **number(), help="head_dim of q and k."),
     *(click.option(f.option, f.name, **field_type(f)) for f in ASKED),
     score_option(help=SCORE_HELP),
-    dtype_option(help=f"{choices(DType)}.  [default: by device]"),
+    dtype_option(help=f"{choices(DType)}.  [default: bf16; fp32 on a CPU without bf16 products]"),
     direction_option(),
     device_option(help="cpu, cuda or cuda:N.  [default: the GPU, if any]"),
     arch_option(help="Kernel family, e.g. sm90a.  [default: the device's best]"),

@@ -61,9 +61,8 @@ def show(device: str | None) -> None:
         raise click.ClickException(f"no table is for {name}; `attnforge tables list` shows what there is")
     for title, entries in parts.items():
         if entries:
-            echo(
-                f"{title}\n{'TFLOP/s':>7} {'GQA':>3} {'rows':>6} {'keys':>6}  kernel; keys: visible to a query"
-            )
+            echo(f"{title} (rows: queries; keys: how many a query sees on average)")
+            echo(f"{'TFLOP/s':>7} {'GQA':>3} {'rows':>6} {'keys':>6}  kernel")
         for entry in sorted(entries, key=lambda entry: (entry.spec.slug, entry.deterministic)):
             echo(_line(entry))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from attnforge.bagel.commands.console import echo
+from attnforge.bagel.commands.console import echo, warn_of_short_name
 from attnforge.bagel.commands.options import (
     DIRECTORY,
     arch_option,
@@ -61,6 +61,7 @@ def warm(
     if cache is not None:
         os.environ[CACHE_DIR] = str(cache)
     targets = warming.gpu_targets(gpu, arch)
+    warn_of_short_name(gpu)
     request = warming.request(model, dtype, mask, deterministic=deterministic)
     wanted = warming.specs(request, targets)
     begin, failed = time.perf_counter(), []

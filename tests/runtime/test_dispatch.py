@@ -281,7 +281,7 @@ def test_the_space_serves_what_is_not_tuned(tmp_path: Path, monkeypatch: pytest.
     only_tables_of(tmp_path, monkeypatch)
     choice = dispatch.choose(CPU, 1, 100, torch.device("cpu"))
     assert choice.spec == next(candidates(CPU))
-    assert "nothing tuned fits cpu" in choice.reason
+    assert "no tuned entry fits cpu" in choice.reason
 
 
 def test_tuned_first_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -766,7 +766,7 @@ def test_only_deterministic_calls_take_deterministic_entries(
     strict = Tuned(FIRST, 7, 1024, 1.0, 90.0, deterministic=True)
     tables.save(H200, [strict], tmp_path)
     assert (
-        "nothing tuned fits"
+        "no tuned entry fits"
         in dispatch.choose_for(STRICT, 7, 1024, dispatch.Target(H200, (Arch.SM90A,))).reason
     )
     tables.save(H200, [Tuned(LOOSE, 7, 1024, 1.0, 400.0)], tmp_path)
