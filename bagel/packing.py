@@ -92,7 +92,7 @@ def _check(sample_lens: Sequence[int], split_lens: Sequence[int], attn_modes: Se
                 raise ValueError(f"{name}: entry {index} is {length}; lengths must be 0 or more")
     if len(split_lens) != len(attn_modes):
         raise ValueError(
-            f"attn_modes: {len(attn_modes)} modes for {len(split_lens)} split_lens; give one mode a split"
+            f"attn_modes: {len(attn_modes)} modes for {len(split_lens)} split_lens; give one mode for each split"
         )
     for index, mode in enumerate(attn_modes):
         if mode not in MODES:

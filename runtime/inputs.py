@@ -117,7 +117,7 @@ def expect_integers(name: str, values: object, words: str) -> None:
         raise TypeError(f"{name}: got {type(values).__name__}, expected {words}")
     for index, entry in enumerate(values):
         if not _is_integer(entry):
-            raise TypeError(f"{name}: entry {index} is {entry!r}, which is no integer; expected {words}")
+            raise TypeError(f"{name}: entry {index} is {entry!r}, not an integer; expected {words}")
 
 
 def expect_integer(name: str, value: object) -> None:
@@ -251,7 +251,7 @@ def _check_spans(mask: Tensor, q: Tensor, k: Tensor) -> None:
         )
     if mask.shape[-1] != k.shape[2]:
         raise ValueError(
-            f"mask: is of {mask.shape[-1]} keys, but k has {k.shape[2]} rows; expected one entry a key"
+            f"mask: has {mask.shape[-1]} keys, but k has {k.shape[2]} rows; expected one entry for each key"
         )
     heads = (1, k.shape[1], q.shape[1])
     if unions and (mask.shape[0] not in (1, q.shape[0]) or mask.shape[1] not in heads):

@@ -202,7 +202,7 @@ class Spans(_Listed):
         """Dense bool mask (seq_q, seq_k) or (batch or 1, heads or 1, seq_q, seq_k), True = visible. For tests."""
         if self.seq_k != seq_k:
             raise ValueError(
-                f"mask: is of {self.seq_k} keys, but there are {seq_k}; expected seq_k={self.seq_k}"
+                f"mask: has {self.seq_k} keys, but there are {seq_k}; expected seq_k={self.seq_k}"
             )
         return self.visible_rows(torch.arange(seq_q, device=device))
 
@@ -432,7 +432,7 @@ class FunctionMask(_Listed, _Whole):
         """Dense bool mask (seq_q, seq_k) or (batch or 1, heads or 1, seq_q, seq_k), True = visible. For tests."""
         if (self.seq_q, self.seq_k) != (seq_q, seq_k):
             raise ValueError(
-                f"mask: is of {self.seq_q} x {self.seq_k} pairs, but got seq_q={seq_q} and seq_k={seq_k}"
+                f"mask: has {self.seq_q} x {self.seq_k} pairs, but got seq_q={seq_q} and seq_k={seq_k}"
             )
         seen = self.visible_rows(torch.arange(seq_q, device=device), batch, heads)
         return seen[0, 0] if seen.shape[:2] == (1, 1) else seen

@@ -161,7 +161,9 @@ def _graph(function: Callable[..., Tensor], leaves: Sequence[str]) -> GraphModul
     except Exception as error:  # whatever the function does
         words = str(error)
         if "_local_scalar_dense" in words or "get value out of a tracing tensor" in words:
-            words = "it branches on a tensor, or reads its value; use torch.where"
+            words = "it branches on a tensor, or reads its value; use torch.where, &, | and ~"
+        elif "concrete arguments" in words:
+            words = f"it has to take the arguments ({', '.join(leaves)})"
         raise ScoreError(f"the function cannot be traced: {words}") from error
     return graph
 
@@ -329,7 +331,9 @@ class _Translation:
         if name in ("scalar_tensor", "full", "full_like"):
             return self.filled(node, node.args[-1])  # type: ignore[arg-type]
         if name not in _OPERATIONS:
-            raise ScoreError(f"{node.target} is not supported")
+            raise ScoreError(
+                f"{node.target} is not supported; values that depend on indices only can be read from a captured tensor"
+            )
         if float(node.kwargs.get("alpha", 1)) != 1:  # type: ignore[arg-type]
             raise ScoreError(f"alpha of {node.target} is not supported")
         if node.kwargs.get("rounding_mode") is not None:

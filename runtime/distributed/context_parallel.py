@@ -363,14 +363,14 @@ class ContextParallel:
                     f"mask: has shape {mask.shape}, expected one plane for all heads or {q.shape[1]} of q's"
                 )
             if not isinstance(mask, Spans) and mask.seq_q != length:
-                raise ValueError(f"mask: is of {mask.seq_q} queries and {length} keys, expected equally many")
+                raise ValueError(f"mask: has {mask.seq_q} queries and {length} keys, expected equally many")
             if isinstance(mask, FunctionMask) and not mask.fits(*q.shape[:2], length, length):
                 raise ValueError(
                     f"mask: is of shape {mask.shape} (batch, heads_q, seq_q, seq_k), but the call is of "
                     f"{(*q.shape[:2], length, length)}"
                 )
             if total is not None and total != length:
-                raise ValueError(f"total: got {total}, but the mask is of {length} rows")
+                raise ValueError(f"total: got {total}, but the mask has {length} rows")
             total = length
         total = self.world * rows if total is None else total
         if rows != -(-total // self.world):

@@ -104,7 +104,7 @@ def _mask_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Mask:
     known = _known_of(block_mask)
     if known.seq_lengths != (query.shape[2], key.shape[2]):
         raise ValueError(
-            f"block_mask: is of {block_mask.seq_lengths} queries and keys, but q and k have "
+            f"block_mask: has {block_mask.seq_lengths} queries and keys, but q and k have "
             f"{query.shape[2]} and {key.shape[2]}; create it with Q_LEN and KV_LEN of q and k"
         )
     size = (query.shape[0], query.shape[1])

@@ -67,7 +67,7 @@ BAD = [
     Bad("scale: got bool, expected a number", lambda: {"scale": True}, TypeError),
     Bad("scale: got -0.5", lambda: {"scale": -0.5}),
     Bad(
-        "mask: is of 13 keys, but k has 12 rows",
+        "mask: has 13 keys, but k has 12 rows",
         lambda: {"mask": attnforge.Spans(vector(13), vector(13))},
     ),
     Bad(
@@ -139,7 +139,7 @@ def test_spans(starts: Any, ends: Any, error: type[Exception], message: str) -> 
 
 
 def test_visible_of_a_wrong_length() -> None:
-    with pytest.raises(ValueError, match="is of 3 keys, but there are 4"):
+    with pytest.raises(ValueError, match="has 3 keys, but there are 4"):
         attnforge.Spans(vector(3), vector(3)).visible(4, 4)
 
 

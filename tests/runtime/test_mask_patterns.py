@@ -201,11 +201,11 @@ UNTYPED: Any = masks
         (lambda: UNTYPED.documents(np.array(5), "cpu"), "lengths: got ndarray"),
         (
             lambda: UNTYPED.documents(np.ones((1, 2), dtype=int), "cpu"),
-            "lengths: entry 0 is .*, which is no integer",
+            "lengths: entry 0 is .*, not an integer",
         ),
         (
             lambda: UNTYPED.documents([torch.tensor(3.5)], "cpu"),
-            "lengths: entry 0 is .*, which is no integer",
+            "lengths: entry 0 is .*, not an integer",
         ),
         (lambda: UNTYPED.window(8, 8, 1.5, 0, "cpu"), "left: got 1.5, expected an integer"),
         (lambda: UNTYPED.window(8, 8, 1, "0", "cpu"), "right: got '0', expected an integer"),

@@ -334,7 +334,7 @@ def test_arguments_of_the_operator() -> None:
     for shape in ((1, 1, 5, 2, 65), (1, 1, 0, 2, 65), (1, 1, 2, 3, 65), (1, 2, 2, 65)):
         with pytest.raises(ValueError, match="mask: data of spans has shape"):
             run(x.q, x.k, x.v, ints(*shape), 2, None)
-    with pytest.raises(ValueError, match="mask: is of 66 keys, but k has 65 rows"):
+    with pytest.raises(ValueError, match="mask: has 66 keys, but k has 65 rows"):
         run(x.q, x.k, x.v, ints(1, 1, 2, 2, 66), 2, None)
 
 

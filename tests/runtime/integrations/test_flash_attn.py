@@ -226,7 +226,7 @@ def test_what_is_not_supported_is_named(name: str, value: object) -> None:
 @pytest.mark.parametrize("sides", [("a", 0), (None, 0), (3.0, 0), (torch.tensor(2.5), 0)], ids=str)
 def test_sides_that_are_no_integers_are_named(sides: Any) -> None:
     x = torch.randn(1, 7, 1, 16)
-    with pytest.raises(TypeError, match=r"^window_size: entry 0 is .*, which is no integer"):
+    with pytest.raises(TypeError, match=r"^window_size: entry 0 is .*, not an integer"):
         attnforge.flash_attn_func(x, x, x, window_size=sides)
 
 

@@ -259,7 +259,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="block_mask: got tuple"):
         attnforge.flex_attention(q, q, q, block_mask=(1, 2))  # type: ignore[arg-type]
     short = create_block_mask(MODS["causal"][0], 1, 1, 200, 200, device="cpu")
-    with pytest.raises(ValueError, match=r"is of \(200, 200\) queries and keys"):
+    with pytest.raises(ValueError, match=r"has \(200, 200\) queries and keys"):
         attnforge.flex_attention(q, q, q, block_mask=short)
     monkeypatch.setattr(flex, "DENSE_BYTES", 1000)
     with pytest.raises(ValueError, match="more than 4 intervals of queries"):
