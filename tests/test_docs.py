@@ -99,6 +99,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(there), f"{target}#{anchor}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "experiments.md"], ids=str)
+def test_lists_begin_after_a_blank_line(page: Path) -> None:
+    """GitHub does not need it, but the site would put the items into the paragraph before them."""
+    for block in re.split(r"\n\s*\n", FENCE.sub("", page.read_text())):
+        first, *rest = block.strip("\n").splitlines() or [""]
+        if not re.match(r"\s*([-*|#>]|\d+\.) ", first):
+            assert not [line for line in rest if line.startswith("- ")], block
+
+
 def test_every_page_and_picture_is_reachable() -> None:
     """Pages and notebooks by the navigation of the site and by a link, pictures by a link."""
     navigation = (ROOT / "mkdocs.yml").read_text()
