@@ -49,8 +49,9 @@ def list_tables() -> None:
 def show(device: str | None) -> None:
     """Show the entries for a device.
 
-    DEVICE is a name as `list` prints it; the default is this machine's device. Behind a kernel's name: when and with
-    which versions it was measured, as far as the entry says. `N rounds`: of a backward with few key tiles.
+    DEVICE is a name as `list` prints it; the default is this machine's device. GQA: query heads of a kv head. rows:
+    queries. keys: how many keys a query sees on average. Behind a kernel's name: when and with which versions it was
+    measured, as far as the entry says. `N rounds`: of a backward with few key tiles.
     """
     from attnforge.runtime.tables import MODELLED, folders, known
 
@@ -61,8 +62,7 @@ def show(device: str | None) -> None:
         raise click.ClickException(f"no table is for {name}; `attnforge tables list` shows what there is")
     for title, entries in parts.items():
         if entries:
-            echo(f"{title} (rows: queries; keys: how many a query sees on average)")
-            echo(f"{'TFLOP/s':>7} {'GQA':>3} {'rows':>6} {'keys':>6}  kernel")
+            echo(f"{title}\n{'TFLOP/s':>7} {'GQA':>3} {'rows':>6} {'keys':>6}  kernel")
         for entry in sorted(entries, key=lambda entry: (entry.spec.slug, entry.deterministic)):
             echo(_line(entry))
 

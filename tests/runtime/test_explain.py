@@ -135,3 +135,20 @@ def test_far_deterministic_entries_are_passed_over() -> None:
         strict.slug: f"for {4096 << 7} rows, 1000 visible keys; the chosen one is nearer: 4096 rows, 1000 visible keys",
         other.slug: "GQA ratio 1; that of the chosen one is nearer: 4",
     }
+
+
+def test_a_short_name_of_a_gpu_stands_for_longer_ones_with_a_table() -> None:
+    save("NVIDIA H100 80GB HBM3", [Tuned(ONE, 4, 4096, 1.0, 500.0)], tables.folders()[0])
+    assert tables.longer_names("NVIDIA H100") == ["nvidia-h100-80gb-hbm3"]
+    for name in ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3", "NVIDIA H100 PCIe", "NVIDIA H200"):
+        assert tables.longer_names(name) == []
+    save("NVIDIA H100", [Tuned(TWO, 4, 4096, 1.0, 400.0)], tables.folders()[0])
+    assert tables.longer_names("NVIDIA H100") == []
+
+
+def test_a_refusal_names_every_architecture_of_the_device() -> None:
+    wide = replace(PROBLEM, direction=Direction.BACKWARD, head_dim=512)
+    with pytest.raises(
+        ValueError, match="q: no sm90a or sm90 bwd kernel for head_dim 512: the sm90 kernels take 1"
+    ):
+        choose_for(wide, 1, 1024, CARD)

@@ -155,6 +155,9 @@ REFUSED = {
     "of float32": lambda s, b, h, q, k: s % 2,
     "one tensor": lambda s, b, h, q, k: (s, s),
     "aten.detach": lambda s, b, h, q, k: s * s.detach(),
+    "read from a captured tensor": lambda s, b, h, q, k: torch.lgamma(s),
+    r"arguments \(score, b, h, q_idx, kv_idx\)": lambda s: s,
+    "use torch.where, &": lambda s, b, h, q, k: s if q > k else 2 * s,
     "outside of the function": lambda s, b, h, q, k: s * LEAF.detach()[h],
 }
 
