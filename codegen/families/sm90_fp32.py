@@ -18,11 +18,12 @@ from attnforge.codegen.families.hopper import (
 )
 from attnforge.codegen.families.limits import require_fp32, up
 from attnforge.codegen.families.schedule import schedule_launches
-from attnforge.codegen.plan import Launch, Plan
+from attnforge.codegen.plan import Infeasible, Launch, Plan
 from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
 SPLITS = 3  # bf16 that a float is the sum of
 PREPARE_THREADS = 256  # of a block of _preprocess
+HEAD_DIM_LIMIT = 160  # the largest that tests run on a GPU; registers would do for 184
 # Registers of a producer and of a consumer thread by number of consumer warpgroups; with fewer, producers spill.
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (56, 152)}
 
@@ -48,6 +49,11 @@ def plan(spec: Spec) -> Plan:
     """Plan of a spec of this family, or `Infeasible`."""
     assert isinstance(spec.tuning, Sm90Fp32Forward)
     require_fp32(spec)
+    widest = max(spec.problem.head_dim, spec.problem.head_dim_v)
+    if widest > HEAD_DIM_LIMIT:
+        raise Infeasible(
+            f"head_dim {widest}: the sm90a fp32 forward takes 1 to {HEAD_DIM_LIMIT}; sm90 takes this call"
+        )
     t = spec.tuning
     return _plan(spec, t, consumer_warpgroups(t.tile_m, t.tile_n, t.stages, t.ping_pong))
 

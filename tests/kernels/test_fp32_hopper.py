@@ -135,6 +135,9 @@ def test_head_dims() -> None:
         for mask in Mask:
             problem = Problem(Direction.FORWARD, Arch.SM90A, DType.FLOAT32, dim, mask, 4)
             assert next(candidates(problem), None), problem
+    for dim, dim_v in ((161, 0), (64, 161)):
+        wide = Problem(Direction.FORWARD, Arch.SM90A, DType.FLOAT32, dim, Mask.FULL, 4, dim_v)
+        assert next(candidates(wide), None) is None
     backward = Problem(Direction.BACKWARD, Arch.SM90A, DType.FLOAT32, 64, Mask.FULL)
     assert next(candidates(backward), None) is None
 
