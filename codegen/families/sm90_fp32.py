@@ -140,8 +140,8 @@ GUESSES = (
     (64, Sm90Fp32Forward(192, 64, 2, True, False, False)),
     (128, Sm90Fp32Forward(128, 64, 1, True, True, False)),
     (128, Sm90Fp32Forward(128, 32, 2, True, True, False)),
-    (256, Sm90Fp32Forward(128, 32, 1, True, True, False)),
-    (256, Sm90Fp32Forward(64, 32, 1, False, True, False)),
+    (HEAD_DIM_LIMIT, Sm90Fp32Forward(128, 32, 1, True, True, False)),
+    (HEAD_DIM_LIMIT, Sm90Fp32Forward(64, 32, 1, False, True, False)),
 )
 
 

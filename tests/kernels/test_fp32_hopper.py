@@ -120,7 +120,7 @@ def test_unions(count: int, planes: tuple[int, int], tmp_path: Path) -> None:
             256,
             "full",
             Sm90Fp32Forward(64, 32, 1, False, True, False),
-            "bf16 splits of P and Q take 280 per consumer",
+            "head_dim 256: the sm90a fp32 forward takes 1 to 160",
         ),
     ],
 )
