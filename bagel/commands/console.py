@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,22 @@ UNBOUNDED = 10_000  # columns: as wide as a table would like to be
 def echo(text: str) -> None:
     """Print plain text: no markup, no highlighting, no wrapping of long paths."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def echo_entry(label: str, text: str) -> None:
+    """Print `  label text`. In a terminal, lines that do not fit are wrapped and indented; a pipe gets one line."""
+    width = console.width if console.is_terminal else UNBOUNDED
+    lead = f"  {label:<4}  "
+    echo(
+        textwrap.fill(
+            text,
+            width,
+            initial_indent=lead,
+            subsequent_indent=" " * len(lead),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    )
 
 
 def warn(text: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attnforge.bagel.commands.console import echo, warn_of_short_name
+from attnforge.bagel.commands.console import echo, echo_entry, warn_of_short_name
 from attnforge.bagel.commands.options import gpu_option, number, selecting
 
 if TYPE_CHECKING:
@@ -73,21 +73,22 @@ def _splitting(problem: Problem, group: int, case: Case, target: Target) -> str 
 def _say(found: Explanation, most: int, splitting: str | None) -> None:
     from attnforge.runtime.dispatch import CONVERTED
 
-    echo(f"  runs  {found.choice.spec.slug}")
-    echo(f"  why   {found.choice.reason.replace(f' as {found.choice.spec.slug}', '', 1)}")
+    echo_entry("runs", found.choice.spec.slug)
+    echo_entry("why", found.choice.reason.replace(f" as {found.choice.spec.slug}", "", 1))
     if splitting:
-        echo(f"  or    {splitting}")
-        echo(
-            "        where the predicted time is shorter if blocks share the keys (docs/concepts/dispatch.md)"
+        echo_entry("or", splitting)
+        echo_entry(
+            "", "where the predicted time is shorter if blocks share the keys (docs/concepts/dispatch.md)"
         )
     if found.fallback:
-        echo("        `attnforge search` with the same options finds the fastest")
+        echo_entry("", "`attnforge search` with the same options finds the fastest")
     elif found.choice.reason.endswith(CONVERTED):
-        echo("        `attnforge search --deterministic` with the same options may find a faster one")
+        echo_entry("", "`attnforge search --deterministic` with the same options may find a faster one")
     for arch in found.archs:
-        echo(f"  not   {arch.name}: {arch.why}")
+        echo_entry("not", f"{arch.name}: {arch.why}")
     for entry in found.entries[:most]:
-        echo(f"  not   {entry.name}\n        {entry.why}")
+        echo_entry("not", entry.name)
+        echo_entry("", entry.why)
     if len(found.entries) > most:
         more = len(found.entries) - most
-        echo(f"  and   {more} more {'entries' if more > 1 else 'entry'} (--most)")
+        echo_entry("and", f"{more} more {'entries' if more > 1 else 'entry'} (--most)")

@@ -1,11 +1,12 @@
-"""Tables in terminals of any width."""
+"""Tables and labelled lines in terminals of any width."""
 
 from __future__ import annotations
 
 import pytest
 from rich.console import Console
 
-from attnforge.bagel.commands.console import make_table
+from attnforge.bagel.commands import console as terminal
+from attnforge.bagel.commands.console import echo_entry, make_table
 
 
 def lines(width: int) -> list[str]:
@@ -34,3 +35,27 @@ def test_no_digit_is_lost_in_a_terminal_that_is_too_narrow() -> None:
     digits = [c for c in "".join(lines(24)) if c.isdigit()]
     whole = [c for c in "".join(lines(200)) if c.isdigit()]
     assert sorted(digits) == sorted(whole)
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "expected"),
+    [
+        (
+            True,
+            [
+                "  why   tuned for 1024 rows,",
+                "        a_slug_that_is_longer_than_the_line",
+                "        nearer than all",
+            ],
+        ),
+        (False, ["  why   tuned for 1024 rows, a_slug_that_is_longer_than_the_line nearer than all"]),
+    ],
+)
+def test_labelled_lines_are_indented_in_a_terminal_and_whole_in_a_pipe(
+    is_terminal: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(width=30, force_terminal=is_terminal)
+    monkeypatch.setattr(terminal, "console", console)
+    with console.capture() as captured:
+        echo_entry("why", "tuned for 1024 rows, a_slug_that_is_longer_than_the_line nearer than all")
+    assert captured.get().splitlines() == expected
