@@ -53,7 +53,7 @@ def _composed(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     total, sink = (x.float().clamp(min=-1e30) for x in (lse, sinks[None, :, None]))
     share = torch.sigmoid(total - sink)
     joined = torch.logaddexp(total, sink)
-    whole = torch.where(joined > -1e30, joined, -torch.inf)
+    whole = torch.where(joined <= -1e30, -torch.inf, joined)  # NaN stays
     return (out * torch.where(lse == -torch.inf, 0.0, share)[..., None]).to(out.dtype), whole
 
 

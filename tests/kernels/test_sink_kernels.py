@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import gxx
@@ -77,6 +78,22 @@ def test_emulated(dtype: DType, dim: int, seq: int, tmp_path: Path, monkeypatch:
     sunk, joined = sinks.run_forward(out, lse, z)
     assert sunk.stride() == out.stride()
     check(case, (sunk, joined, *sinks.run_backward(dout, dlse, sunk, lse, z)))
+    check_nan(sinks.run_forward, case)
+
+
+def check_nan(run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], case: Case) -> None:
+    """A row whose lse is NaN, with any sink, and all rows of a head whose sink is, get NaN; no other does."""
+    out, lse, z = (x.clone() for x in case[:3])
+    out[1, :, 3:], lse[1, :, 3:], z[0] = torch.nan, torch.nan, torch.nan
+    nan = lse.isnan() | z.isnan()[:, None]
+    sunk, joined = run(out, lse, z)
+    assert torch.equal(joined.isnan(), nan)
+    seen = lse != -torch.inf  # a row that sees no key stays zeros
+    assert torch.equal(sunk.isnan().any(-1), nan & seen)
+
+
+def test_nan_with_torchs_operations() -> None:
+    check_nan(sinks._composed, draw(torch.float32, 8, 5))
 
 
 def test_vector_loads_get_aligned_rows() -> None:
