@@ -506,8 +506,8 @@ __device__ __forceinline__ void load_q(const TensorMaps& maps, unsigned base, co
         store_int(base + kOffsetVisit + ring.stage * 8, visit);
         barrier_expect(full, kTileBytesM + kRowStatsBytes);
         load_tile(base + kOffsetQ + ring.stage * kTileBytesM, maps.q, full, query0, head, work.batch, kTileM);
-        bulk_load(base + kOffsetRowStats + ring.stage * kRowStatsBytes, row_stats + query0 * kRowStatsFloats,
-                  kRowStatsBytes, full);
+        row_stats += static_cast<long long>(query0) * kRowStatsFloats;
+        bulk_load(base + kOffsetRowStats + ring.stage * kRowStatsBytes, row_stats, kRowStatsBytes, full);
     }
     ring.advance(kStagesQ);
 }
@@ -1003,8 +1003,9 @@ attnforge_bwd_sm90a_bf16_d128_causal_a16_m64_n128_s2_t2_l0_r0_h1_o0_g4_preproces
     }
     float4* dkv = reinterpret_cast<float4*>(p.dkv_accum);
     const long long quads = 2LL * p.batch * p.heads_kv * p.padded_k * kHeadDim / 4;
+    const long long first = static_cast<long long>(blockIdx.x) * kHelperThreads + threadIdx.x;
     const long long step = static_cast<long long>(gridDim.x) * kHelperThreads;
-    for (long long i = static_cast<long long>(blockIdx.x) * kHelperThreads + threadIdx.x; i < quads; i += step) {
+    for (long long i = first; i < quads; i += step) {
         dkv[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 }
