@@ -332,9 +332,9 @@ __device__ __forceinline__ void store_quad(unsigned address, float x, float y, f
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Thread: both elements of a register as floats.
-__device__ __forceinline__ float2 unpack(unsigned packed) {
-    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
+// Thread: the two bf16 of a word.
+__device__ __forceinline__ float2 unpack(unsigned pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
 // Warpgroup: S or dP (64 keys x 64 queries) = or += A B^T over 16 columns of head_dim, both from shared memory.

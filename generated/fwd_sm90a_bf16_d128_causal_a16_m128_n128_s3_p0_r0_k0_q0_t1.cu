@@ -516,6 +516,12 @@ struct LseSum {
     float most, sum;
 };
 
+// exp(lse - most); of no keys at all, whose `most` is -inf, 0.
+__device__ __forceinline__ float weight_of(float lse, float most) {
+    const float log2e = 1.44269504f;
+    return exp2_approx((lse - finite(most)) * log2e);
+}
+
 __device__ __forceinline__ float lse_of(LseSum all) {
     return all.most + (all.sum == 0.0f ? 0.0f : log2_approx(all.sum) * 0.6931471805599453f);
 }
@@ -533,7 +539,7 @@ __device__ __forceinline__ LseSum combine_lse(const float* lse, long long stride
     }
     float sum = 0.0f;
     for (int i = lane; i < count; i += 32) {
-        sum += exp2_approx((lse[i * stride] - finite(most)) * 1.44269504f);
+        sum += weight_of(lse[i * stride], most);
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
@@ -549,7 +555,7 @@ __device__ __forceinline__ float4 weigh(const float* out, long long out_stride, 
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
     for (int i = first; i < count; i += step) {
-        const float weight = exp2_approx((lses[i * lse_stride] - finite(all.most)) * 1.44269504f) * inverse;
+        const float weight = weight_of(lses[i * lse_stride], all.most) * inverse;
         const float4 x = *reinterpret_cast<const float4*>(out + i * out_stride);
         sum.x += weight * x.x;
         sum.y += weight * x.y;

@@ -174,16 +174,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-// Thread: round two floats to bf16; `low` takes the lower half of the register.
+// Thread: round two floats to bf16; `low` takes the lower half of the word.
 __device__ __forceinline__ unsigned pack(float low, float high) {
     unsigned packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
 
-// Such two as floats.
-__device__ __forceinline__ float2 unpack(unsigned packed) {
-    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+// Thread: the two bf16 of a word.
+__device__ __forceinline__ float2 unpack(unsigned pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
 // Warpgroup: S (64 x 64) = or += a split of Q times one of K over 16 columns, both from shared memory.
