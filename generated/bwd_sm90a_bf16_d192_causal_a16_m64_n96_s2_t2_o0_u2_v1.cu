@@ -342,9 +342,9 @@ __device__ __forceinline__ void store_quad(unsigned address, float x, float y, f
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Thread: both elements of a register as floats.
-__device__ __forceinline__ float2 unpack(unsigned packed) {
-    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000));
+// Thread: the two bf16 of a word.
+__device__ __forceinline__ float2 unpack(unsigned pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
 // Warp: write four 8x8 matrices of 16-bit elements, transposed; lane l gives the address of row l % 8 of
@@ -506,6 +506,27 @@ __device__ __forceinline__ long long first_plane(const Params& p, const Work& wo
     return static_cast<long long>(work.batch) * p.heads_q + work.first_head;
 }
 
+// ---- Threads and keys of a block -----------------------------------------------------------------------------------
+
+// Thread: its index. Read where it is used: what ptxas computes from threadIdx before the main loop stays in registers.
+__device__ __forceinline__ int thread() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
+// Block: zeros in its rows of dK or dV, which begin at `key0`, as no query sees these keys.
+__device__ __forceinline__ void store_no_dkv(const TensorRef& tensor, const Params& p, const Work& work, int key0,
+                                             int columns) {
+    element* rows = static_cast<element*>(tensor.data) + work.batch * tensor.batch + work.head_kv * tensor.head;
+    for (int i = threadIdx.x; i < kTileN * columns / 8; i += kThreads) {
+        const int row = key0 + i / (columns / 8);
+        if (row < p.seq_k) {
+            *reinterpret_cast<uint4*>(rows + row * tensor.row + i % (columns / 8) * 8) = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
 // ---- Producer ------------------------------------------------------------------------------------------------------
 
 // Warp: load K and V, then for each step Q, row_stats, the visit and dO. Only lane 0, the leader, issues.
@@ -615,13 +636,6 @@ __device__ __forceinline__ void start_dq(float (&dq)[kDqUnit / 2], unsigned ds, 
         wgmma_dq(dq, a + (step * 16 * kScoreRowBytes >> 4), b + (step * 16 * kSwizzleBytes >> 4), step > 0);
     }
     wgmma_commit();
-}
-
-// Thread: its index. Read where it is used: what ptxas computes from threadIdx before the main loop stays in registers.
-__device__ __forceinline__ int thread() {
-    int index;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-    return index;
 }
 
 // ---- Softmax and where its results go ------------------------------------------------------------------------------
@@ -883,18 +897,6 @@ struct Consumer {
     }
 };
 
-// Block: zeros for a key tile that no query sees.
-__device__ __forceinline__ void store_no_dkv(const TensorRef& tensor, const Params& p, const Work& work, int columns) {
-    element* rows = static_cast<element*>(tensor.data) + work.batch * tensor.batch + work.head_kv * tensor.head;
-    const int key0 = work.tile * kTileN;
-    for (int i = threadIdx.x; i < kTileN * columns / 8; i += kThreads) {
-        const int row = key0 + i / (columns / 8);
-        if (row < p.seq_k) {
-            *reinterpret_cast<uint4*>(rows + row * tensor.row + i % (columns / 8) * 8) = make_uint4(0, 0, 0, 0);
-        }
-    }
-}
-
 // ---- Preprocess and postprocess kernels ----------------------------------------------------------------------------
 
 // Rows with a larger |lse| get no gradients: float32 holds no fraction of such an lse, so exp(S - lse) is not P.
@@ -1044,8 +1046,8 @@ attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_u2_v1(
     const Work work = work_of(p, blockIdx.x);
     if (work.visits == 0) {
         griddepcontrol_wait();
-        store_no_dkv(p.dk, p, work, kHeadDim);
-        store_no_dkv(p.dv, p, work, kHeadDimV);
+        store_no_dkv(p.dk, p, work, work.tile * kTileN, kHeadDim);
+        store_no_dkv(p.dv, p, work, work.tile * kTileN, kHeadDimV);
         return;
     }
     if (threadIdx.x == 0) {

@@ -30,11 +30,13 @@ from attnforge.codegen.families.hopper import (
     HELPER_THREADS,
     REASONS,
     REGISTERS,
+    REGISTERS_BESIDES,
     REGISTERS_BUSY,
     SECTION_MB,
     SWIZZLE_CODE,
     in_sections,
     require_hopper,
+    require_registers,
     require_score_gradients,
     require_sections,
     require_shared,
@@ -48,10 +50,8 @@ from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
 CONSUMERS = 2  # warpgroups: the first sums dV, the second dK
 COLUMNS = 64  # of a panel: 128 bytes, the widest swizzle; and the rows of a transposed product
 ROW_STATS = 2  # floats of row_stats: lse and delta
-# Registers of a consumer thread beyond its tiles: addresses, counters, row_stats. An estimate; the tests compile the
-# first guesses and assert that none spills.
-REGISTERS_BESIDES = 28
-# More of them for the addresses of what a score reads for each pair, and for gradients of elements that differ.
+# Registers of a consumer thread, more than REGISTERS_BESIDES, for the addresses of what a score reads for each pair,
+# and for gradients of elements that differ.
 SCORE_REGISTERS = 8
 # Columns of dQ that a deterministic consumer may stage at a time.
 SUBTILES = (COLUMNS, COLUMNS // 2, COLUMNS // 4)
@@ -125,11 +125,7 @@ def plan(spec: Spec) -> Plan:
     roomy = t.pair and p.largest_dim <= 192  # a producer of a pair would like more than it gets at 256
     producer_registers, consumer_registers = (REGISTERS_BUSY if roomy else REGISTERS)[CONSUMERS]
     live = live_registers(p, t)
-    over = live + REGISTERS_BESIDES - consumer_registers
-    if over > 0:
-        raise Infeasible(
-            f"registers: the tiles take {live} per consumer thread, {over} more than are available"
-        )
+    require_registers(live, consumer_registers, "the tiles")
     descending = t.deterministic and p.mask is not Mask.FULL
     return Plan(
         spec=spec,
@@ -168,9 +164,9 @@ def _constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "swizzle": SWIZZLE_CODE[COLUMNS * 2],
         "first_dq_columns": "kHeadDim",
         "parted_dq": False,
-        "bulk_dq": False,
-        "adds_quads": True,
         "keys_in_regs": False,
+        "gradients_from_ds": True,
+        "roles_meet": True,  # consumers meet at a named barrier, each in code of its own
         "columns_of_out": "kHeadDimV",
         "columns_of_sums": "kMain",
         "padded": panels * COLUMNS != p.head_dim,  # columns of dQ past head_dim are not added
@@ -185,7 +181,6 @@ def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     first, second = dq_units(p, t.dq_of_second)
     return {
         "scores_by_query": True,  # rows of S are queries
-        "gradients_from_ds": True,
         "s_early": s_early(p, t),
         "staged_columns": staged_columns(p, t),
         "bulk_dq": staged_columns(p, t) > 0,
@@ -193,7 +188,6 @@ def _block_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "units_of_values": first,
         "units_of_keys": second,
         "arrives_named": True,  # consumers arrive at named barriers without waiting
-        "roles_meet": True,  # at a named barrier, each in code of its own
     }
 
 
@@ -201,7 +195,6 @@ def _pair_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
     return {
         "pair": True,
         "scores_by_query": False,  # rows of S are keys
-        "gradients_from_ds": True,
         "bulk_dq": True,
         "staged_first": staged_columns(p, t) > 0,
         "adds_quads": staged_columns(p, t) == 0 and not _stages_all(t),
@@ -211,7 +204,6 @@ def _pair_constants(p: Problem, t: Sm90BackwardWide) -> dict[str, int | str]:
         "sums_v": _sum_columns(p.head_dim_v),
         "peer_panels": _peer_panels(p),
         "arrives_named": False,
-        "roles_meet": True,
     }
 
 

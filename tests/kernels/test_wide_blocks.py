@@ -41,7 +41,7 @@ FREED_APART = ORDERED | {
     "dQ not committed": "tma_store_commit();\n                            ",
 }
 WHOLE = ORDERED | {
-    "dQ added before it is there": "barrier_wait(full + unit * 8, round & 1);",
+    "dQ added before it is there": "barrier_wait(full + number * 8, round & 1);",
     "dQ overwritten before it is read": f"barrier_wait({EMPTY_DQ}, (step & 1) ^ 1);",
     "dQ not committed": "tma_store_commit();\n                ",
 }
