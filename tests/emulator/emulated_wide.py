@@ -92,7 +92,7 @@ class EmulatedWide:
         self.plan = render(spec).plan
         path = directory / "wide.cpp"
         path.write_text(translate(render(spec), breaks or {}))
-        self.library = gxx.library(path, *FLAGS, parts=("wide.cpp",))
+        self.library = gxx.library(path, *FLAGS, parts=("wide.cpp",), header="wide.h")
         self.library.run_main.restype = ctypes.c_char_p
         self.score_tensors: tuple[Tensor, ...] = ()
         self.score_gradients: dict[int, Tensor] = {}  # of those that the score wants, after a backward

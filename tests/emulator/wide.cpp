@@ -30,7 +30,7 @@ namespace {  // for kernels may have types of the same names
 struct Product {  // one wgmma of a thread
     float* d;
     int n, add, fragment, by_rows_a, by_rows_b;
-    float a[2][16];
+    unsigned a[4];
     unsigned long long left, right;
 };
 struct Fiber {
@@ -67,7 +67,7 @@ struct Cluster {
 };
 struct Block {
     std::vector<unsigned char> memory;
-    std::map<unsigned, long> stores;  // by address, of 16 bytes: the number of the last one
+    std::vector<long> stores;  // by address / 16, of 16 bytes: the number of the last one, or 0
     std::map<unsigned, Barrier> barriers;
     std::multimap<unsigned, Landing> copies;  // by barrier
     struct {
@@ -178,7 +178,7 @@ static void start(int number, int first) {
     for (int i = 0; i < blocks_of_cluster; ++i) {
         Block& block = blocks[number * blocks_of_cluster + i];
         std::fill(block.memory.begin(), block.memory.end(), 0xff);
-        block.stores.clear();
+        std::fill(block.stores.begin(), block.stores.end(), 0);
         block.barriers.clear();
         block.copies.clear();
         for (auto& named : block.named) {
@@ -227,6 +227,7 @@ bool run_grid(void (*call)(const void*), const void* kernel, int count, int size
     blocks = std::vector<Block>(together * size);
     for (Block& block : blocks) {
         block.memory.resize(shared + 1024);
+        block.stores.resize(shared / 16);
     }
     fibers = std::vector<Fiber>(together * threads_of_cluster);
     warps = std::vector<Warp>(fibers.size() / 32);
@@ -441,7 +442,8 @@ void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned
 
 // ---- Products: done when their group is waited for ------------------------------------------------------------------
 
-static float operand_at(unsigned long long descriptor, int line, int byte) {
+// 8 elements of an operand, which the swizzle leaves together. `byte`: of their first, in its line.
+static const unsigned short* eight_at(unsigned long long descriptor, int line, int byte) {
     const unsigned start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
     const unsigned stride = (descriptor >> 32 & 0x3fff) << 4;
     const unsigned inside = start % 128;  // a range may start inside of a row
@@ -449,31 +451,45 @@ static float operand_at(unsigned long long descriptor, int line, int byte) {
         stop("operand crosses a panel", byte);
     }
     const unsigned address = swizzled(start + line / 8 * stride + line % 8 * 128 + byte / 128 * leading + byte % 128);
-    return widen(read_shared<unsigned short>(address));
+    return reinterpret_cast<const unsigned short*>(shared_at(address, 16));
 }
-static void compute(const Product& x) {
-    const int lane = threadIdx.x % 32, row0 = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    float a[2][16];
-    for (int i = 0; i < 2; ++i) {
-        for (int k = 0; k < 16; ++k) {
-            const int row = row0 + i * 8;
-            a[i][k] = x.fragment      ? x.a[i][k]
-                      : x.by_rows_a ? operand_at(x.left, k, row * 2)
-                                    : operand_at(x.left, row, k * 2);
+// Elements [first, first + count) x 16 of an operand: to[k * count + i].
+static void read_operand(unsigned long long descriptor, int by_rows, int first, int count, double* to) {
+    for (int i = 0; i < count * 2; ++i) {
+        const int line = by_rows ? i % 16 : first + i / 2;
+        const auto* eight = eight_at(descriptor, line, by_rows ? (first + i / 16 * 8) * 2 : i % 2 * 16);
+        for (int j = 0; j < 8; ++j) {
+            to[by_rows ? line * count + i / 16 * 8 + j : (i % 2 * 8 + j) * count + i / 2] = widen(eight[j]);
         }
     }
-    for (int c = 0; c < x.n; c += 4) {
-        for (int odd = 0; odd < 2; ++odd) {
-            const int column = c / 4 * 8 + lane % 4 * 2 + odd;
-            double sum[2] = {0, 0};
+}
+// Product `number` of the first group of each lane of a warp.
+static void compute(Fiber* const* lanes, size_t number) {
+    static double left[16 * 16], right[16 * 256];
+    const Product& x = lanes[0]->groups.front()[number];
+    const int columns = x.n * 2;
+    if (x.fragment) {
+        for (int i = 0; i < 256; ++i) {
+            const int row = i % 16, k = i / 16;
+            const unsigned pair = lanes[row % 8 * 4 + k % 8 / 2]->groups.front()[number].a[row / 8 + k / 8 * 2];
+            left[i] = widen(k % 2 ? pair >> 16 : pair & 0xffff);
+        }
+    } else {
+        read_operand(x.left, x.by_rows_a, lanes[0]->index.x / 32 % 4 * 16, 16, left);
+    }
+    read_operand(x.right, x.by_rows_b, 0, columns, right);
+    for (int row = 0; row < 16; ++row) {
+        for (int column = 0; column < columns; column += 8) {
+            double sums[8] = {};
             for (int k = 0; k < 16; ++k) {
-                const float b = x.by_rows_b ? operand_at(x.right, k, column * 2) : operand_at(x.right, column, k * 2);
-                sum[0] += double{a[0][k]} * b;
-                sum[1] += double{a[1][k]} * b;
+                for (int i = 0; i < 8; ++i) {
+                    sums[i] += left[k * 16 + row] * right[k * columns + column + i];
+                }
             }
-            for (int i = 0; i < 2; ++i) {
-                float& d = x.d[c + i * 2 + odd];
-                d = static_cast<float>((x.add ? d : 0.0) + sum[i]);
+            for (int i = 0; i < 8; ++i) {
+                const Product& of = lanes[row % 8 * 4 + i / 2]->groups.front()[number];
+                float& d = of.d[column / 2 + row / 8 * 2 + i % 2];
+                d = static_cast<float>((of.add ? d : 0.0) + sums[i]);
             }
         }
     }
@@ -482,34 +498,35 @@ void issue(float* d, int n, unsigned long long a, unsigned long long b, int add,
     current->open.push_back({d, n, add, 0, rows_a, rows_b, {}, a, b});
 }
 void issue(float* d, int n, const unsigned (&a)[4], unsigned long long b, int add) {
-    const auto fragments = exchange(std::array<unsigned, 4>{a[0], a[1], a[2], a[3]});
-    Product x = {d, n, add, 1, 0, 1, {}, 0, b};
-    for (int i = 0; i < 2; ++i) {
-        for (int k = 0; k < 16; ++k) {
-            const unsigned pair = fragments[threadIdx.x % 32 / 4 * 4 + k % 8 / 2][i + k / 8 * 2];
-            x.a[i][k] = widen(k % 2 ? pair >> 16 : pair & 0xffff);
-        }
-    }
-    current->open.push_back(x);
+    current->open.push_back({d, n, add, 1, 0, 1, {a[0], a[1], a[2], a[3]}, 0, b});
 }
 void wgmma_commit() {
     current->groups.push_back(std::move(current->open));
     current->open.clear();
 }
 void finish_products(int pending) {
-    while (current->groups.size() > static_cast<size_t>(pending)) {
-        for (const Product& x : current->groups.front()) {
-            compute(x);
+    together(current, [=](Fiber** lanes) {  // reads operands as late as its last lane comes
+        while (lanes[0]->groups.size() > static_cast<size_t>(pending)) {
+            const size_t products = lanes[0]->groups.front().size();
+            for (int i = 0; i < 32; ++i) {
+                if (lanes[i]->groups.empty() || lanes[i]->groups.front().size() != products) {
+                    stop("other products than in lane 0: lane", i);
+                }
+            }
+            for (size_t number = 0; number < products; ++number) {
+                compute(lanes, number);
+            }
+            for (int i = 0; i < 32; ++i) {
+                lanes[i]->groups.pop_front();
+            }
         }
-        current->groups.pop_front();
-    }
-    __syncwarp();
+    });
 }
 
 // ---- Additions by TMA, and their order ------------------------------------------------------------------------------
 
 static long stores;  // in all
-void note_store(unsigned address) { blocks[current->block].stores[address] = ++stores; }
+void note_store(unsigned address) { blocks[current->block].stores[address / 16] = ++stores; }
 void proxy_fence() { current->fenced = stores; }
 void griddepcontrol_wait() { current->waited = true; }
 
@@ -519,9 +536,10 @@ static void bulk_write(float* target, unsigned src, int bytes, Move move) {
         stop("added to other memory, bytes", bytes);
     }
     const auto& stored = blocks[current->block].stores;
-    for (auto at = stored.lower_bound(src); at != stored.end() && at->first < src + bytes; ++at) {
-        if (at->second > current->fenced) {
-            stop("TMA reads what has not been fenced at", at->first);
+    shared_at(src, 16), shared_at(src + bytes - 16, 16);
+    for (unsigned at = src; at < src + bytes; at += 16) {
+        if (stored[at / 16] > current->fenced) {
+            stop("TMA reads what has not been fenced at", at);
         }
     }
     current->started.push_back([=] {
