@@ -498,6 +498,7 @@ void issue(float* d, int n, unsigned long long a, unsigned long long b, int add,
     current->open.push_back({d, n, add, 0, rows_a, rows_b, {}, a, b});
 }
 void issue(float* d, int n, const unsigned (&a)[4], unsigned long long b, int add) {
+    __syncwarp();  // where warps give way to each other, mistakes of their order show
     current->open.push_back({d, n, add, 1, 0, 1, {a[0], a[1], a[2], a[3]}, 0, b});
 }
 void wgmma_commit() {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
 import torch
 from oracle import Shape, draw, make_mask
+from spaces import covering
 from strict_nvcc import SERIALISED, check_resources
 
 import attnforge
@@ -345,9 +347,41 @@ def ordered(dims: tuple[int, int], mask: Mask, changed: dict[str, int]) -> Spec:
     return Spec(problem(dims, mask), replace(tuning, **changed))  # type: ignore[arg-type]
 
 
+def aspects(spec: Spec) -> Iterator[Hashable]:
+    """What has to be compiled in each run: each knob with a mask or dims, and all knobs at 256, not all together."""
+    of, tuning = spec.problem, spec.tuning
+    assert isinstance(tuning, Sm90BackwardWide)
+    yield of.mask, tuning.pair
+    for name in (
+        "deterministic",
+        "dq_behind_dv",
+        "dq_of_second",
+        "heads_together",
+        "loaders",
+        "s_late",
+        "staging",
+    ):
+        value = getattr(tuning, name)
+        yield name, value, tuning.pair
+        yield of.head_dim == 256, name, value > 0, tuning.pair
+
+
+# Others than the covering ones are compiled by slow tests only.
+quickly = pytest.mark.parametrize(
+    "quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["covering", "others"]
+)
+
+
+def part(specs: list[Spec], quick: bool) -> list[Spec]:
+    chosen = covering(specs, aspects)
+    return chosen if quick else [spec for spec in specs if spec not in chosen]
+
+
 @pytest.mark.nvcc
-def test_orders_do_not_spill(nvcc: None, tmp_path: Path) -> None:
-    log = check_resources([render(ordered(*order)) for order in ORDERS], tmp_path)
+@quickly
+def test_orders_do_not_spill(quick: bool, nvcc: None, tmp_path: Path) -> None:
+    specs = part([ordered(*order) for order in ORDERS], quick)
+    log = check_resources([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
 
 
@@ -357,12 +391,28 @@ def test_gradients_of_orders(dims: tuple[int, int], mask: Mask, changed: dict[st
     check_gradients(ordered(dims, mask, changed))
 
 
+FIRST = [((256, 256), Mask.CAUSAL), ((192, 128), Mask.SPANS), ((192, 192), Mask.FULL)]
+PADDED_FIRST = [((136, 136), Mask.CAUSAL), ((200, 200), Mask.SPANS), ((192, 96), Mask.FULL)]
+
+
 @pytest.mark.nvcc
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("pair", [False, True])
-def test_first_guesses_do_not_spill(pair: bool, deterministic: bool, nvcc: None, tmp_path: Path) -> None:
-    cases = [((256, 256), Mask.CAUSAL), ((192, 128), Mask.SPANS), ((192, 192), Mask.FULL)]
-    cases += [((136, 136), Mask.CAUSAL), ((200, 200), Mask.SPANS), ((192, 96), Mask.FULL)]
+@pytest.mark.parametrize(
+    ("pair", "deterministic", "cases"),
+    [  # the widest in each way, each padded one in one way
+        (False, False, [FIRST[0], PADDED_FIRST[0]]),
+        (False, True, [FIRST[0], FIRST[1], PADDED_FIRST[1]]),
+        (True, False, [FIRST[0], FIRST[2], PADDED_FIRST[1]]),
+        (True, True, [FIRST[0], PADDED_FIRST[2]]),
+        *(
+            pytest.param(*each, FIRST + PADDED_FIRST, marks=pytest.mark.slow)
+            for each in product((False, True), (False, True))
+        ),
+    ],
+    ids=str,
+)
+def test_first_guesses_do_not_spill(
+    pair: bool, deterministic: bool, cases: list[tuple[tuple[int, int], Mask]], nvcc: None, tmp_path: Path
+) -> None:
     specs = [first(dims, mask, deterministic, pair) for dims, mask in cases]
     log = check_resources([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log

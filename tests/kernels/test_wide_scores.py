@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from emulated_wide import EmulatedWide
 from oracle import Shape, draw, make_mask
 from score_oracle import compare, functions, learned, learned_oracle, oracle
+from spaces import covering
 from strict_nvcc import SERIALISED, check_resources, compile_strictly
 from torch import Tensor
 
@@ -407,6 +408,42 @@ def first_guesses() -> Iterator[Spec]:
         yield first(problem(dims, Mask.DENSE, score, TREE))
 
 
+def aspects(spec: Spec) -> Iterator[Hashable]:
+    """What has to be compiled in each run: each score, mask and order at each head_dim or once, not all together.
+
+    At 256 each score that leaves fewest registers; their tiles have 64 keys, or they are those of pairs.
+    """
+    of, tuning = spec.problem, spec.tuning
+    assert isinstance(tuning, Sm90BackwardWide)
+    dims = of.head_dim, of.head_dim_v
+    yield from ((dims, of.mask, bool(of.mask_mod)), (dims, tuning.deterministic), (dims, tuning.s_late))
+    yield from ((of.score, tuning.pair), (of.score, bool(of.mask_mod)), of.intervals)
+    if dims == DIMS[0] and (tuning.tile_n in (64, 128) or not of.score):
+        yield dims, of.score, of.mask_mod
+
+
+def fewer_aspects(spec: Spec) -> Iterator[Hashable]:
+    """Likewise where other knobs than those of a first guess are what is compiled: masks and scores at any head_dim."""
+    of, tuning = spec.problem, spec.tuning
+    assert isinstance(tuning, Sm90BackwardWide)
+    yield from (of.mask, of.score, of.intervals)
+    yield from ((of.head_dim, of.dim_v, x) for x in (tuning.tile_n, tuning.dq_of_second > 0, tuning.s_late))
+
+
+# Others than the covering ones are compiled by slow tests only.
+quickly = pytest.mark.parametrize(
+    "quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["covering", "others"]
+)
+
+
+def part(
+    specs: Iterable[Spec], quick: bool, of: Callable[[Spec], Iterator[Hashable]] = aspects
+) -> list[Spec]:
+    every = list(specs)
+    chosen = covering(every, of)
+    return chosen if quick else [spec for spec in every if spec not in chosen]
+
+
 def in_another_order(spec: Spec) -> Spec:
     """Also with another share of dQ, where it has registers for it."""
     tuning = replace(spec.tuning, **ORDER)
@@ -415,8 +452,9 @@ def in_another_order(spec: Spec) -> Spec:
 
 
 @pytest.mark.nvcc
-def test_first_guesses_do_not_spill(nvcc: None, tmp_path: Path) -> None:
-    log = check_resources([render(spec) for spec in first_guesses()], tmp_path)
+@quickly
+def test_first_guesses_do_not_spill(quick: bool, nvcc: None, tmp_path: Path) -> None:
+    log = check_resources([render(spec) for spec in part(first_guesses(), quick)], tmp_path)
     assert not SERIALISED.search(log), log
 
 
@@ -438,16 +476,18 @@ def pairs() -> Iterator[Spec]:
 
 
 @pytest.mark.nvcc
-def test_pairs_do_not_spill(nvcc: None, tmp_path: Path) -> None:
-    log = check_resources([render(spec) for spec in pairs()], tmp_path)
+@quickly
+def test_pairs_do_not_spill(quick: bool, nvcc: None, tmp_path: Path) -> None:
+    log = check_resources([render(spec) for spec in part(pairs(), quick)], tmp_path)
     assert not SERIALISED.search(log), log
 
 
 @pytest.mark.nvcc
-def test_pairs_with_staged_dq_do_not_spill(nvcc: None, tmp_path: Path) -> None:
+@quickly
+def test_pairs_with_staged_dq_do_not_spill(quick: bool, nvcc: None, tmp_path: Path) -> None:
     specs = [spec for spec in pairs() if not spec.tuning.deterministic]  # type: ignore[attr-defined]
     staged = [Spec(spec.problem, replace(spec.tuning, staging=2)) for spec in specs[::2]]  # type: ignore[call-arg]
-    log = check_resources([render(spec) for spec in staged], tmp_path)
+    log = check_resources([render(spec) for spec in part(staged, quick, fewer_aspects)], tmp_path)
     assert not SERIALISED.search(log), log
 
 
@@ -466,8 +506,9 @@ def test_what_dispatch_chooses_does_not_spill(device: str, nvcc: None, tmp_path:
 
 
 @pytest.mark.nvcc
-def test_other_orders_do_not_spill(nvcc: None, tmp_path: Path) -> None:
-    specs = [in_another_order(spec) for spec in list(first_guesses())[::3]]
+@quickly
+def test_other_orders_do_not_spill(quick: bool, nvcc: None, tmp_path: Path) -> None:
+    specs = part((in_another_order(spec) for spec in list(first_guesses())[::3]), quick, fewer_aspects)
     assert any("_u" in spec.slug for spec in specs)
     log = check_resources([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log

@@ -1,12 +1,15 @@
-"""Samples of search spaces that are too large to go through."""
+"""Samples of search spaces, and of lists of cases, that are too large to go through."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import count
+from typing import TypeVar
 
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Problem, Spec, Tuning
+
+Case = TypeVar("Case")
 
 
 def sample(problem: Problem, first: int = 600, every: int = 97) -> Iterator[Spec]:
@@ -18,3 +21,15 @@ def sample(problem: Problem, first: int = 600, every: int = 97) -> Iterator[Spec
         return number < first or number % every == 0
 
     return candidates(problem, taken)
+
+
+def covering(cases: Iterable[Case], aspects: Callable[[Case], Iterable[Hashable]]) -> list[Case]:
+    """Few of the cases, in their order, that have every aspect of all: whatever adds most of these comes first."""
+    left = [(case, {*aspects(case)}) for case in cases]
+    missing = set[Hashable]().union(*(has for _, has in left))
+    chosen = set[int]()
+    while missing:
+        best = max(range(len(left)), key=lambda i: (len(left[i][1] & missing), -i))
+        chosen.add(best)
+        missing -= left[best][1]
+    return [left[i][0] for i in sorted(chosen)]
