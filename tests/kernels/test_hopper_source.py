@@ -116,9 +116,17 @@ LOOPS = {
 }
 
 
+WIDEST = {"spans", "causal-192-128", "dense"}  # with the most registers of each number of consumers
+
+
 @pytest.mark.nvcc
-def test_no_warning_about_wgmma_and_no_spill(nvcc: None, tmp_path: Path) -> None:
-    log, resources = compile_strictly([hopper(*loop) for loop in LOOPS.values()], tmp_path)
+@pytest.mark.parametrize(
+    "names",
+    [WIDEST, pytest.param(LOOPS.keys() - WIDEST, marks=pytest.mark.slow)],
+    ids=["widest", "others"],
+)
+def test_no_warning_about_wgmma_and_no_spill(names: set[str], nvcc: None, tmp_path: Path) -> None:
+    log, resources = compile_strictly([hopper(*LOOPS[name]) for name in sorted(names)], tmp_path)
     assert not re.search(r"C75\d\d", log), log
     assert not any(used["spill_bytes"] for used in resources.values()), log
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from spaces import covering
 from strict_nvcc import SERIALISED, check_resources, compile_strictly
 
 from attnforge.bagel.measure.cases import make_case
@@ -86,10 +89,31 @@ def spec_of(direction: str, mask: Mask, values: dict[str, int]) -> Spec:
     return Spec(problem, make_tuning(problem, tiles | values))
 
 
+def knobs_apart(case: tuple[Any, ...]) -> Iterator[Hashable]:
+    """What has to be compiled in each run: each mask, head_dim and knob, not all together."""
+    *others, knobs = case
+    yield from enumerate(others)
+    yield from ((name, name == "tile_m" and value) for name, value in knobs.items() if value)
+    yield knobs.get("deterministic", 0), knobs.get("launch_order", 0), knobs.get("hand_over", 0)
+
+
+# Others than the covering ones are compiled by slow tests only.
+quickly = pytest.mark.parametrize(
+    "quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["covering", "others"]
+)
+
+
+def part(cases: list[Any], quick: bool) -> list[Any]:
+    chosen = covering(cases, knobs_apart)
+    return chosen if quick else [case for case in cases if case not in chosen]
+
+
 @pytest.mark.nvcc
+@quickly
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_they_compile_cleanly(direction: str, nvcc: None, tmp_path: Path) -> None:
-    specs = [spec_of(*variant) for variant in VARIANTS if variant[0] == direction]
+def test_they_compile_cleanly(direction: str, quick: bool, nvcc: None, tmp_path: Path) -> None:
+    variants_of = [variant for variant in VARIANTS if variant[0] == direction]
+    specs = [spec_of(*variant) for variant in part(variants_of, quick)]
     log, resources = compile_strictly([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
     assert not any(used["spill_bytes"] for used in resources.values()), resources
@@ -101,8 +125,9 @@ def walk_of(head_dim: int, mask: Mask, values: dict[str, int]) -> Spec:
 
 
 @pytest.mark.nvcc
-def test_persistent_backwards_compile_cleanly(nvcc: None, tmp_path: Path) -> None:
-    log, resources = compile_strictly([render(walk_of(*walk)) for walk in WALKS], tmp_path)
+@quickly
+def test_persistent_backwards_compile_cleanly(quick: bool, nvcc: None, tmp_path: Path) -> None:
+    log, resources = compile_strictly([render(walk_of(*walk)) for walk in part(WALKS, quick)], tmp_path)
     assert not SERIALISED.search(log), log
     assert not any(used["spill_bytes"] for used in resources.values()), resources
 
@@ -113,8 +138,9 @@ def long_of(head_dim: int, dim_v: int, mask: Mask, values: dict[str, int]) -> Sp
 
 
 @pytest.mark.nvcc
-def test_forwards_of_wide_heads_compile_cleanly(nvcc: None, tmp_path: Path) -> None:
-    log = check_resources([render(long_of(*each)) for each in LONG], tmp_path)
+@quickly
+def test_forwards_of_wide_heads_compile_cleanly(quick: bool, nvcc: None, tmp_path: Path) -> None:
+    log = check_resources([render(long_of(*each)) for each in part(LONG, quick)], tmp_path)
     assert not SERIALISED.search(log), log
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import gxx
@@ -18,6 +18,7 @@ from cpu_kernel import Params, ScoreRef, full_params
 from emulator import FLAGS, PARTS, Emulated
 from oracle import Shape, draw, make_mask
 from score_oracle import attended, compare, functions, learned, learned_oracle, oracle
+from spaces import covering
 from strict_nvcc import SERIALISED, check_resources
 from torch import Tensor
 
@@ -476,10 +477,19 @@ def nvcc_cases() -> Iterator[ParameterSet]:
     }
     for direction, names in hopper.items():
         cases = [(direction, *case) for case in product(names, MASKS)]
-        yield pytest.param(Arch.SM90A, cases, id=f"sm90a-{direction.value}")
+        # Masks in turn; both with many tensors, which take most registers.
+        turn = [cases[2 * i + i % 2] for i in range(len(names))]
+        quick = [case for case in cases if case in turn or case[1] == "many"]
+        yield pytest.param(Arch.SM90A, quick, id=f"sm90a-{direction.value}")
+        others = [case for case in cases if case not in quick]
+        yield pytest.param(Arch.SM90A, others, id=f"sm90a-{direction.value}-others", marks=pytest.mark.slow)
+    # Each pair of an arch, a direction, a score and a mask in each run; the backward that takes most registers always.
+    every_arch = list(product(CHOSEN, Direction, ("softcap", "mixed", "alibi"), MASKS))
+    covered = covering(every_arch, lambda case: combinations(enumerate(case), 2))
     for arch, chosen in CHOSEN.items():
         every = list(product(Direction, ("softcap", "mixed", "alibi"), MASKS))
-        quick = [case for case in every if case[1] == "mixed" or case[2] is chosen]
+        most = BACKWARD, "mixed", Mask.CAUSAL
+        quick = [case for case in every if (arch, *case) in covered or case == most]
         learned = [(BACKWARD, "learned", chosen)] if chosen else []
         yield pytest.param(arch, quick + learned, id=arch.value)
         others = [case for case in every if case not in quick]
