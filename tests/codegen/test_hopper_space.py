@@ -57,8 +57,8 @@ def kinds(mask: Mask) -> tuple[str, ...]:
             # The later part of the space are combinations of knobs whose texts hardly touch.
             yield from map(make_plan, sample(problem, 1000 if mask is Mask.FULL else 500, every))
 
-    # Hundreds of kinds: those that have two properties together which no earlier one has, as conditions of templates
-    # seldom join three.
+    # Hundreds of kinds; those that have two properties together which no earlier one has. A fault that takes three may
+    # go unseen.
     found: list[Spec] = []
     pairs: set[object] = set()
     for plan in plans():

@@ -483,7 +483,7 @@ def nvcc_cases() -> Iterator[ParameterSet]:
         yield pytest.param(Arch.SM90A, quick, id=f"sm90a-{direction.value}")
         others = [case for case in cases if case not in quick]
         yield pytest.param(Arch.SM90A, others, id=f"sm90a-{direction.value}-others", marks=pytest.mark.slow)
-    # Each pair of an arch, a direction, a score and a mask in each run; the backward that takes most registers always.
+    # Each pair of an arch, a direction, a score and a mask in each run; always the backward with the largest score.
     every_arch = list(product(CHOSEN, Direction, ("softcap", "mixed", "alibi"), MASKS))
     covered = covering(every_arch, lambda case: combinations(enumerate(case), 2))
     for arch, chosen in CHOSEN.items():
