@@ -14,11 +14,13 @@ import logging
 import math
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import chain, combinations, product
-from operator import attrgetter
+from operator import attrgetter, ne
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ MODELLED = "modelled"  # folder of the tables that were computed
 _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
 _same = attrgetter(*(f.attribute for f in PROBLEM_FIELDS if f.match == "same"))
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near" and f.attribute != "score")
+_near = attrgetter(*_NEAR)
 # Parts of the distance of an entry from a call; lengths, keys and ratios in octaves, "device" 0, or 1 and more for
 # another one.
 # "shape" is the sum of the lengths' and the visible keys' distances, and of CONVERTED if the call is deterministic and
@@ -330,8 +333,7 @@ def rounds_that_matter(
     """Values of `rounds` of calls, among which is one for each spec that `choose` makes of the entries that count."""
     if problem.direction is Direction.FORWARD:
         return (MANY,)
-    found = _entries(name, problem.arch, folders() if places is None else places)
-    known = {entry.rounds for _, _, entry in found if _counts(entry.spec.problem, problem)}
+    known = {entry.rounds for _, _, entry in _counting(problem, name, places)}
     fewer = {max(0, rounds - 1) for rounds in known} if group == 1 else set()
     return tuple(sorted({0, MANY} | known | fewer))
 
@@ -438,12 +440,12 @@ def offers(
             rank,
             (
                 *_distance(entry, problem, group, size, visible_keys, deterministic, rounds),
-                _device_distance(rank, path.stem, name),
+                _device_distance(rank, path, name),
                 -entry.tflops,
             ),
         )
-        for rank, path, entry in _entries(name, problem.arch, folders() if places is None else places)
-        if _counts(entry.spec.problem, problem) and (deterministic or not entry.deterministic)
+        for rank, path, entry in _counting(problem, name, places)
+        if deterministic or not entry.deterministic
     ]
     return sorted(found, key=lambda offer: (offer.modelled, offer.distance, offer.entry.spec.slug))
 
@@ -459,24 +461,74 @@ def measured(
     deterministic: bool = False,
 ) -> float | None:
     """TFLOP/s of the fastest entry of the device's own tables for the class of a call, of any `rounds`; or None."""
-    entries = [e for e in known(name, places) if _counts(e.spec.problem, problem)]
-    entries = [e for e in entries if e.deterministic == deterministic]
-    distances = (_distance(e, problem, group, size, visible_keys, deterministic, e.rounds) for e in entries)
-    speeds = [e.tflops for e, distance in zip(entries, distances, strict=True) if not any(distance)]
+    speeds = (
+        e.tflops
+        for rank, _, e in _counting(problem, name, places)
+        if rank == 0
+        and e.deterministic == deterministic
+        and e.group == group  # most differ here, and to compute the distance takes longer
+        and not any(_distance(e, problem, group, size, visible_keys, deterministic, e.rounds))
+    )
     return max(speeds, default=None)
 
 
-def _entries(name: str, arch: Arch, places: Iterable[Path]) -> Iterator[tuple[int, Path, Tuned]]:
-    """(rank, file, entry) of all tables worth reading; of equal classes of one device that of the first folder."""
+_Ranked = tuple[int, Path, Tuned]  # rank, as `Offer` has it, file, entry
+_File = tuple[int, Path, int, int]  # rank, path, when it was modified, inode
+# Of each device and architecture, while `unchanged` is entered.
+_held: ContextVar[dict[tuple[str, Arch], tuple[_File, ...]] | None] = ContextVar("_held", default=None)
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Inside, tables are looked for once and not at each choice: for thousands of choices."""
+    token = _held.set({})
+    try:
+        yield
+    finally:
+        _held.reset(token)
+
+
+def _counting(problem: Problem, name: str, places: Iterable[Path] | None) -> Sequence[_Ranked]:
+    """The entries that count for a problem; of equal classes of one device that of the first folder."""
+    held = None if places is not None else _held.get()
+    key = (name, problem.arch)
+    if held is not None and key in held:
+        files = held[key]
+    else:
+        where = folders() if places is None else places
+        files = tuple(chain.from_iterable(_files(name, problem.arch, place) for place in where))
+        if held is not None:
+            held[key] = files
+    return _by_class(files).get(_class_of(problem), ())
+
+
+def _class_of(problem: Problem) -> tuple[Any, ...]:
+    """What the problem of an entry that counts shares with the call's."""
+    return (problem.dtype.bytes, *_same(problem))
+
+
+@lru_cache(maxsize=8)
+def _by_class(files: tuple[_File, ...]) -> dict[tuple[Any, ...], list[_Ranked]]:
+    """The entries of files, as `_class_of` divides them: of hundreds a few count for a call."""
+    found: dict[tuple[Any, ...], list[_Ranked]] = {}
     seen = set()
-    for place in places:
-        for path in _tables(name, arch, place):
-            rank = 2 if path.parent.name == MODELLED else int(path != table_path(name, place))
-            for entry in load(path.stem, path.parent):
-                cls = (rank, path.name, entry.key)
-                if cls not in seen:
-                    seen.add(cls)
-                    yield rank, path, entry
+    for rank, path, modified, inode in files:
+        for entry in _read(path, modified, inode):
+            cls = (rank, path.name, entry.key)
+            if cls not in seen:
+                seen.add(cls)
+                found.setdefault(_class_of(entry.spec.problem), []).append((rank, path, entry))
+    return found
+
+
+def _files(name: str, arch: Arch, directory: Path) -> Iterator[_File]:
+    """The tables of a folder that are worth reading."""
+    own = table_path(name, directory)
+    for path in _tables(name, arch, directory):
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            rank = 2 if path.parent.name == MODELLED else int(path != own)
+            yield rank, path, status.st_mtime_ns, status.st_ino
 
 
 def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
@@ -487,10 +539,6 @@ def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
     found = sorted(path for path in directory.glob("*.json") if not path.name.startswith("cpu-"))
     modelled = directory / MODELLED / f"{arch.value}.json"
     return [*found, modelled] if modelled.exists() else found
-
-
-def _counts(tuned: Problem, problem: Problem) -> bool:
-    return _same(tuned) == _same(problem) and tuned.dtype.bytes == problem.dtype.bytes
 
 
 def _distance(
@@ -511,7 +559,7 @@ def _distance(
     )
     may_be_long = problem.mask.listed and visible_keys <= 0  # lists of queries that see a key tile
     return (
-        *(getattr(tuned, name) != getattr(problem, name) for name in _NEAR),
+        *map(ne, _near(tuned), _near(problem)),
         _score_distance(tuned.score, problem.score),
         # No deterministic kernel divides lists.
         not deterministic and may_be_long and not entry.spec.tuning.adds_in_any_order,
@@ -522,9 +570,10 @@ def _distance(
     )
 
 
-def _device_distance(rank: int, table: str, name: str) -> float:
+@lru_cache(maxsize=256)
+def _device_distance(rank: int, table: Path, name: str) -> float:
     """0 for the device's own table, 2 for a computed one, else 1 and how many octaves bytes a FLOP are apart."""
-    theirs, mine = bytes_per_flop(table), bytes_per_flop(name)
+    theirs, mine = bytes_per_flop(table.stem), bytes_per_flop(name)
     apart = abs(math.log2(theirs / mine)) if rank == 1 and theirs and mine else 0.0
     return rank + apart
 

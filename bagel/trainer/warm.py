@@ -100,7 +100,8 @@ def _is_of(table: str, archs: tuple[Arch, ...]) -> bool:
 
 def specs(wanted: Request, targets: Sequence[Target]) -> list[Spec]:
     """The specs that dispatch chooses for the request, each once, sorted. Rows are aligned as in packs."""
-    found = {spec.slug: spec for spec in _answers(wanted, targets)}
+    with tables.unchanged():
+        found = {spec.slug: spec for spec in _answers(wanted, targets)}
     return [found[slug] for slug in sorted(found)]
 
 

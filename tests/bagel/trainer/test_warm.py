@@ -64,7 +64,8 @@ def test_an_architecture_stands_for_its_tuned_gpus() -> None:
 
 
 def test_specs_are_what_dispatch_answers_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = warm.specs(warm.request("7B"), warm.gpu_targets("NVIDIA H200", None))
+    asked = warm.request("7B", masks=["full", "causal", "spans"])
+    wanted = warm.specs(asked, warm.gpu_targets("NVIDIA H200", None))
     assert {(spec.problem.head_dim, spec.problem.dtype) for spec in wanted} == {
         (128, DType.BFLOAT16),
         (72, DType.BFLOAT16),
