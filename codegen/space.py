@@ -5,36 +5,52 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from attnforge.codegen.families import family_of, make_plan
-from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.plan import Infeasible, Plan
 from attnforge.codegen.spec import Problem, Spec, Tuning
 
 
-def candidates(problem: Problem, wanted: Callable[[Tuning], bool] = lambda tuning: True) -> Iterator[Spec]:
+def candidates(
+    problem: Problem,
+    wanted: Callable[[Tuning], bool] = lambda tuning: True,
+    order: Callable[[Tuning], float] | None = None,
+) -> Iterator[Spec]:
     """Feasible specs of `problem`, best guesses first, none twice; none if no family computes it.
 
-    Plans are made of `wanted` ones only: the space of a Hopper backward has thousands.
+    Plans are made of `wanted` ones only: the space of a Hopper backward has thousands. `order`: those with a small
+    value come first, and among equals the best guesses.
     """
+    for spec, _ in _planned(problem, wanted, order):
+        yield spec
+
+
+def _planned(
+    problem: Problem, wanted: Callable[[Tuning], bool], order: Callable[[Tuning], float] | None = None
+) -> Iterator[tuple[Spec, Plan]]:
+    """`candidates` and their plans."""
     try:
         space = family_of(problem).space(problem)
     except Infeasible:
         return
+    tunings = filter(wanted, space)
     seen = set()
-    for tuning in space:
-        if tuning in seen or not wanted(tuning):
+    for tuning in sorted(tunings, key=order) if order else tunings:
+        if tuning in seen:
             continue
         seen.add(tuning)
         spec = Spec(problem, tuning)
         try:
-            make_plan(spec)
+            plan = make_plan(spec)
         except Infeasible:
             continue
-        yield spec
+        yield spec, plan
 
 
-def deterministic_candidates(problem: Problem) -> Iterator[Spec]:
+def deterministic_candidates(
+    problem: Problem, order: Callable[[Tuning], float] | None = None
+) -> Iterator[Spec]:
     """Those of `candidates` that sum in a fixed order."""
-    for spec in candidates(problem, _may_be_deterministic):
-        if make_plan(spec).deterministic:
+    for spec, plan in _planned(problem, _may_be_deterministic, order):
+        if plan.deterministic:
             yield spec
 
 

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from attnforge.codegen.mask_function import MaskMod
@@ -230,7 +230,13 @@ class Problem:
     def named_fields(self) -> list[tuple[ProblemField, str | int]]:
         """Fields that names mention, in the order of names, with their plain values."""
         values = [(f, plain(getattr(self, f.attribute))) for f in PROBLEM_FIELDS]
-        return [(f, value) for f, value in values if f.always or value != plain(f.default)]
+        return [(f, value) for f, value in values if f.always or value != f.plain_default]
+
+    @cached_property
+    def slug(self) -> str:
+        """The part of a kernel's name that says what it computes."""
+        words = (f"{'' if f.after else '_'}{f.code}{_word(f, value)}" for f, value in self.named_fields())
+        return "".join(words).removeprefix("_")
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; `from_json` inverts it."""
@@ -267,6 +273,11 @@ class ProblemField:
     def optional(self) -> bool:
         """May kernel families refuse other values than the default?"""
         return self.default is not MISSING
+
+    @cached_property
+    def plain_default(self) -> str | int:
+        """The default, of a field that has one, as JSON has it."""
+        return plain(self.default)
 
     @property
     def option(self) -> str:
@@ -319,6 +330,9 @@ def knob(code: str, text: str, default: Any = MISSING, was: str = "", quiet: boo
     return field(default=default, metadata={"code": code, "text": text, "was": was, "quiet": quiet})
 
 
+_fields = cache(dataclasses.fields)  # of a class of knobs: searches go through thousands of tunings
+
+
 @dataclass(frozen=True)
 class Tuning:
     """Base of the knobs of every family and pass (codegen/families/): what a search may choose."""
@@ -339,11 +353,11 @@ class Tuning:
 
     def to_json(self) -> dict[str, int]:
         """Whole numbers by knob, of all knobs."""
-        return {f.name: int(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {f.name: int(getattr(self, f.name)) for f in _fields(type(self))}
 
     def named_knobs(self) -> list[tuple[dataclasses.Field[Any], int]]:
         """The knobs that names mention, and their values: all but quiet ones at their defaults."""
-        values = [(f, int(getattr(self, f.name))) for f in dataclasses.fields(self)]
+        values = [(f, int(getattr(self, f.name))) for f in _fields(type(self))]
         return [(f, x) for f, x in values if not f.metadata.get("quiet") or x != f.default]
 
 
@@ -354,17 +368,26 @@ class Spec:
     problem: Problem
     tuning: Tuning
 
+    def __hash__(self) -> int:
+        """Kept: searches look up each spec of a space again and again."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.problem, self.tuning))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is kept: hashes differ between processes."""
+        return {"problem": self.problem, "tuning": self.tuning}
+
     @cached_property
     def slug(self) -> str:
         """File-name-safe identity, e.g. `fwd_sm80_bf16_d128_spans_a16_m128_n64_w4_s1_q0`.
 
         A head_dim of v of its own follows that of q and k: `d192v128`.
         """
-        head = "".join(
-            f"{'' if f.after else '_'}{f.code}{_word(f, value)}" for f, value in self.problem.named_fields()
-        )
         knobs = (f"{f.metadata['code']}{value}" for f, value in self.tuning.named_knobs())
-        return "_".join((head.removeprefix("_"), *knobs))
+        return "_".join((self.problem.slug, *knobs))
 
     @property
     def symbol(self) -> str:

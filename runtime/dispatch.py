@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -17,8 +18,8 @@ from attnforge.codegen.families import make_plan, make_tuning
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.space import candidates, splitting, why_infeasible
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.space import candidates, deterministic_candidates, splitting, why_infeasible
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.native.launcher import launcher
@@ -198,9 +199,8 @@ def _deterministic(spec: Spec, group: int) -> Spec | None:
         strict = _with(spec, {"deterministic": 1, **by_head, **apart})
         return strict if make_plan(strict).deterministic else None
     except Infeasible:
-        space = candidates(spec.problem, lambda tuning: bool(getattr(tuning, "deterministic", False)))
-        fixed = (other for other in space if make_plan(other).deterministic)
-        nearest = min(fixed, key=lambda other: _differing(other, knobs | by_head), default=None)
+        fixed = deterministic_candidates(spec.problem, partial(_differing, knobs=knobs | by_head))
+        nearest = next(fixed, None)
         return nearest and _with(nearest, apart)
 
 
@@ -211,8 +211,8 @@ def _with(spec: Spec, changes: dict[str, int]) -> Spec:
     return tables.planned(Spec(spec.problem, make_tuning(spec.problem, knobs)))
 
 
-def _differing(spec: Spec, knobs: dict[str, int]) -> int:
-    return sum(value != knobs[name] for name, value in spec.tuning.to_json().items())
+def _differing(tuning: Tuning, knobs: dict[str, int]) -> int:
+    return sum(value != knobs[name] for name, value in tuning.to_json().items())
 
 
 def check_dtype(problem: Problem) -> None:

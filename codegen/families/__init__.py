@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from attnforge.codegen.families import (
@@ -56,6 +57,7 @@ FAMILIES: dict[tuple[str, Direction], Family] = {
 }
 
 
+@lru_cache(maxsize=256)
 def family_of(problem: Problem) -> Family:
     """The family that computes `problem`, or `Infeasible` if there is none or it does not honour a field's value."""
     family = FAMILIES.get((problem.family, problem.direction))

@@ -102,7 +102,7 @@ class Random(_FromList):
     """The list in random order."""
 
     def choose(self, times: Times, count: int) -> Sequence[int]:
-        return self.random.sample([int(number) for number in np.flatnonzero(self.left)], count)
+        return self.random.sample(np.flatnonzero(self.left).tolist(), count)
 
 
 class Alternate(_FromList):
