@@ -94,10 +94,10 @@ def test_strides_of_fake_results_are_the_real_ones() -> None:
     load_operators()
     chance = random.Random(0)
     forward, backward = torch.ops.attnforge.forward.default, torch.ops.attnforge.backward.default
-    for _ in range(300):
+    for _ in range(150):
         b, g, h, s, t, d = (chance.choice(pair) for pair in ((1, 2), (1, 2), (1, 2), (1, 5), (1, 6), (1, 8)))
         q, k = layout((b, g * h, s, d), chance), layout((b, g, t, d), chance)
-        v = layout((b, g, t, chance.choice((d, 4, 1))), chance)
+        v = layout((b, g, t, chance.choice((d, 1))), chance)
         out, lse = forward(q, k, v, None, 0, None)
         dout = layout(tuple(out.shape), chance)
         real = (out, lse, *backward(dout, q, k, v, out, lse, None, 0, None))

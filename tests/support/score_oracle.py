@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -50,9 +50,26 @@ def oracle(
     return [out.detach(), lse.detach().where(row_sum[..., 0] > 0, -torch.inf), *found]
 
 
+class Made(Mapping[str, tuple[scores.Score, Function]]):
+    """Scores by name, each traced when it is looked up: most tests take one of many."""
+
+    def __init__(self, makers: Mapping[str, tuple[Callable[[], scores.Score], Function]]) -> None:
+        self.makers = makers
+
+    def __getitem__(self, name: str) -> tuple[scores.Score, Function]:
+        make, function = self.makers[name]
+        return make(), function
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.makers)
+
+    def __len__(self) -> int:
+        return len(self.makers)
+
+
 def functions(
     batch: int, heads: int, seq_q: int, seq_k: int, device: str = "cpu"
-) -> dict[str, tuple[scores.Score, Function]]:
+) -> Mapping[str, tuple[scores.Score, Function]]:
     """Scores by name, each with its formula in plain torch."""
     draw = torch.Generator().manual_seed(5)
     slopes = torch.rand(heads, generator=draw)
@@ -72,23 +89,27 @@ def functions(
     def stepped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + torch.where(score > 0.25, slopes[h], 0.0)  # of slope 1, but no bias
 
-    return {
-        "softcap": (scores.softcap(2.0), lambda s, b, h, i, j: 2 * torch.tanh(s / 2)),
-        "wide softcap": (scores.softcap(50.0), lambda s, b, h, i, j: 50 * torch.tanh(s / 50)),
-        "approximate": (scores.softcap(3.0, approximate=True), lambda s, b, h, i, j: 3 * torch.tanh(s / 3)),
-        "alibi": (scores.alibi(slopes), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()),
+    makers: dict[str, tuple[Callable[[], scores.Score], Function]] = {
+        "softcap": (lambda: scores.softcap(2.0), lambda s, b, h, i, j: 2 * torch.tanh(s / 2)),
+        "wide softcap": (lambda: scores.softcap(50.0), lambda s, b, h, i, j: 50 * torch.tanh(s / 50)),
+        "approximate": (
+            lambda: scores.softcap(3.0, approximate=True),
+            lambda s, b, h, i, j: 3 * torch.tanh(s / 3),
+        ),
+        "alibi": (lambda: scores.alibi(slopes), lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()),
         "aligned": (
-            scores.alibi(slopes, seq_k - seq_q),
+            lambda: scores.alibi(slopes, seq_k - seq_q),
             lambda s, b, h, i, j: s - slopes[h] * (i + seq_k - seq_q - j).abs(),
         ),
-        "bias": (scores.bias(plane), lambda s, b, h, i, j: s + plane[0, h, i, 0]),
+        "bias": (lambda: scores.bias(plane), lambda s, b, h, i, j: s + plane[0, h, i, 0]),
         "relative": (
-            scores.relative_bias(table),
+            lambda: scores.relative_bias(table),
             lambda s, b, h, i, j: s + table[h, 10 + (j - i).clamp(-10, 10)],
         ),
-        "mixed": (scores.score_mod(mixed), mixed),
-        "stepped": (scores.score_mod(stepped), stepped),
+        "mixed": (lambda: scores.score_mod(mixed), mixed),
+        "stepped": (lambda: scores.score_mod(stepped), stepped),
     }
+    return Made(makers)
 
 
 def compare(ours: list[Tensor], exact: list[Tensor], limit: float) -> None:
