@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from enum import Enum
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from attnforge.codegen.mask_function import MaskMod
@@ -330,9 +330,6 @@ def knob(code: str, text: str, default: Any = MISSING, was: str = "", quiet: boo
     return field(default=default, metadata={"code": code, "text": text, "was": was, "quiet": quiet})
 
 
-_fields = cache(dataclasses.fields)  # of a class of knobs: searches go through thousands of tunings
-
-
 @dataclass(frozen=True)
 class Tuning:
     """Base of the knobs of every family and pass (codegen/families/): what a search may choose."""
@@ -353,11 +350,11 @@ class Tuning:
 
     def to_json(self) -> dict[str, int]:
         """Whole numbers by knob, of all knobs."""
-        return {f.name: int(getattr(self, f.name)) for f in _fields(type(self))}
+        return {f.name: int(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     def named_knobs(self) -> list[tuple[dataclasses.Field[Any], int]]:
         """The knobs that names mention, and their values: all but quiet ones at their defaults."""
-        values = [(f, int(getattr(self, f.name))) for f in _fields(type(self))]
+        values = [(f, int(getattr(self, f.name))) for f in dataclasses.fields(self)]
         return [(f, x) for f, x in values if not f.metadata.get("quiet") or x != f.default]
 
 

@@ -28,7 +28,6 @@ from attnforge.runtime.distributed.cost import Partition
 from attnforge.runtime.ops import Mask
 from attnforge.runtime.search.reference import reference
 
-
 # Imports what the ranks' own compilations take: once, before they fork.
 torch.compile(torch.neg, backend="eager")(torch.zeros(1))
 
