@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from spaces import covering
+from spaces import part, quickly
 from strict_nvcc import SERIALISED, check_resources, compile_strictly
 
 from attnforge.bagel.measure.cases import make_case
@@ -97,23 +97,12 @@ def knobs_apart(case: tuple[Any, ...]) -> Iterator[Hashable]:
     yield knobs.get("deterministic", 0), knobs.get("launch_order", 0), knobs.get("hand_over", 0)
 
 
-# Others than the covering ones are compiled by slow tests only.
-quickly = pytest.mark.parametrize(
-    "quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["covering", "others"]
-)
-
-
-def part(cases: list[Any], quick: bool) -> list[Any]:
-    chosen = covering(cases, knobs_apart)
-    return chosen if quick else [case for case in cases if case not in chosen]
-
-
 @pytest.mark.nvcc
 @quickly
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_they_compile_cleanly(direction: str, quick: bool, nvcc: None, tmp_path: Path) -> None:
     variants_of = [variant for variant in VARIANTS if variant[0] == direction]
-    specs = [spec_of(*variant) for variant in part(variants_of, quick)]
+    specs = [spec_of(*variant) for variant in part(variants_of, quick, knobs_apart)]
     log, resources = compile_strictly([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
     assert not any(used["spill_bytes"] for used in resources.values()), resources
@@ -127,7 +116,9 @@ def walk_of(head_dim: int, mask: Mask, values: dict[str, int]) -> Spec:
 @pytest.mark.nvcc
 @quickly
 def test_persistent_backwards_compile_cleanly(quick: bool, nvcc: None, tmp_path: Path) -> None:
-    log, resources = compile_strictly([render(walk_of(*walk)) for walk in part(WALKS, quick)], tmp_path)
+    log, resources = compile_strictly(
+        [render(walk_of(*walk)) for walk in part(WALKS, quick, knobs_apart)], tmp_path
+    )
     assert not SERIALISED.search(log), log
     assert not any(used["spill_bytes"] for used in resources.values()), resources
 
@@ -140,7 +131,7 @@ def long_of(head_dim: int, dim_v: int, mask: Mask, values: dict[str, int]) -> Sp
 @pytest.mark.nvcc
 @quickly
 def test_forwards_of_wide_heads_compile_cleanly(quick: bool, nvcc: None, tmp_path: Path) -> None:
-    log = check_resources([render(long_of(*each)) for each in part(LONG, quick)], tmp_path)
+    log = check_resources([render(long_of(*each)) for each in part(LONG, quick, knobs_apart)], tmp_path)
     assert not SERIALISED.search(log), log
 
 

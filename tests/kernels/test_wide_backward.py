@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import Shape, draw, make_mask
-from spaces import covering
+from spaces import part, quickly
 from strict_nvcc import SERIALISED, check_resources
 
 import attnforge
@@ -366,21 +366,10 @@ def aspects(spec: Spec) -> Iterator[Hashable]:
         yield of.head_dim == 256, name, value > 0, tuning.pair
 
 
-# Others than the covering ones are compiled by slow tests only.
-quickly = pytest.mark.parametrize(
-    "quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["covering", "others"]
-)
-
-
-def part(specs: list[Spec], quick: bool) -> list[Spec]:
-    chosen = covering(specs, aspects)
-    return chosen if quick else [spec for spec in specs if spec not in chosen]
-
-
 @pytest.mark.nvcc
 @quickly
 def test_orders_do_not_spill(quick: bool, nvcc: None, tmp_path: Path) -> None:
-    specs = part([ordered(*order) for order in ORDERS], quick)
+    specs = part([ordered(*order) for order in ORDERS], quick, aspects)
     log = check_resources([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from emulated_wide import EmulatedWide
 from oracle import Shape, draw, make_mask
 from score_oracle import compare, functions, learned, learned_oracle, oracle
-from spaces import covering
+from spaces import part, quickly
 from strict_nvcc import SERIALISED, check_resources, compile_strictly
 from torch import Tensor
 
@@ -345,8 +345,8 @@ def test_masks_by_functions_on_the_cpu(
 ) -> None:
     """Also of a function that differs between batch entries."""
     shape = Shape(200, 190, 0, 1, 2, 2)
-    known = dict(functions(shape.batch, 2, shape.seq_q, shape.seq_k)) if score else {}
-    applied, formula = known.get(score, (scores.Score(""), lambda s, *at: s))
+    known = functions(shape.batch, 2, shape.seq_q, shape.seq_k)
+    applied, formula = known[score] if score else (scores.Score(""), lambda s, *at: s)
     mask = function_mask(name, shape, "cpu")
     kernel = emulated(problem(dims, Mask.DENSE, applied.text, mask.text), knobs, tmp_path)
     kernel.score_tensors = applied.tensors
@@ -430,20 +430,6 @@ def fewer_aspects(spec: Spec) -> Iterator[Hashable]:
     yield from ((of.head_dim, of.dim_v, x) for x in (tuning.tile_n, tuning.dq_of_second > 0, tuning.s_late))
 
 
-# Others than the covering ones are compiled by slow tests only.
-quickly = pytest.mark.parametrize(
-    "quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["covering", "others"]
-)
-
-
-def part(
-    specs: Iterable[Spec], quick: bool, of: Callable[[Spec], Iterator[Hashable]] = aspects
-) -> list[Spec]:
-    every = list(specs)
-    chosen = covering(every, of)
-    return chosen if quick else [spec for spec in every if spec not in chosen]
-
-
 def in_another_order(spec: Spec) -> Spec:
     """Also with another share of dQ, where it has registers for it."""
     tuning = replace(spec.tuning, **ORDER)
@@ -454,7 +440,7 @@ def in_another_order(spec: Spec) -> Spec:
 @pytest.mark.nvcc
 @quickly
 def test_first_guesses_do_not_spill(quick: bool, nvcc: None, tmp_path: Path) -> None:
-    log = check_resources([render(spec) for spec in part(first_guesses(), quick)], tmp_path)
+    log = check_resources([render(spec) for spec in part(first_guesses(), quick, aspects)], tmp_path)
     assert not SERIALISED.search(log), log
 
 
@@ -478,7 +464,7 @@ def pairs() -> Iterator[Spec]:
 @pytest.mark.nvcc
 @quickly
 def test_pairs_do_not_spill(quick: bool, nvcc: None, tmp_path: Path) -> None:
-    log = check_resources([render(spec) for spec in part(pairs(), quick)], tmp_path)
+    log = check_resources([render(spec) for spec in part(pairs(), quick, aspects)], tmp_path)
     assert not SERIALISED.search(log), log
 
 

@@ -6,10 +6,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import count
 from typing import TypeVar
 
+import pytest
+
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Problem, Spec, Tuning
 
 Case = TypeVar("Case")
+
+# A test of a `part` of its cases: of the covering ones, and of the others, which only slow runs take.
+quickly = pytest.mark.parametrize(
+    "quick", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["covering", "others"]
+)
 
 
 def sample(problem: Problem, first: int = 600, every: int = 97) -> Iterator[Spec]:
@@ -33,3 +40,10 @@ def covering(cases: Iterable[Case], aspects: Callable[[Case], Iterable[Hashable]
         chosen.add(best)
         missing -= left[best][1]
     return [left[i][0] for i in sorted(chosen)]
+
+
+def part(cases: Iterable[Case], quick: bool, aspects: Callable[[Case], Iterable[Hashable]]) -> list[Case]:
+    """The covering cases if `quick`, else the others."""
+    every = list(cases)
+    chosen = covering(every, aspects)
+    return chosen if quick else [case for case in every if case not in chosen]
