@@ -107,7 +107,10 @@ def outside(curve: Curve, limits: list[tuple[float, float]]) -> float:
 
 
 def largest(runs: list[Curve], curve: Curve | None = None) -> float:
-    """How far `curve` leaves the band of all `runs` but one, at most over that one; None: how far that one does."""
+    """The largest distance of `curve` from a band of all `runs` but one, whichever is left out.
+
+    Without `curve`, that of the run that is left out.
+    """
     rests = ((run, runs[:number] + runs[number + 1 :]) for number, run in enumerate(runs))
     return max(outside(run if curve is None else curve, band(rest)) for run, rest in rests)
 

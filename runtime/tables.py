@@ -15,7 +15,7 @@ import math
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -186,12 +186,20 @@ def known(name: str, places: Iterable[Path] | None = None) -> tuple[Tuned, ...]:
 def load(name: str, directory: Path) -> tuple[Tuned, ...]:
     """Entries of one folder's table of a device; empty if there is none. ValueError names a file that is no table."""
     path = table_path(name, directory)
+    version = _version(path)
+    return _read(path, *version) if version else ()
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """(time of the last change in ns, inode) of a file; None if there is none.
+
+    The time alone is too coarse: it does not change if a file is replaced twice within one tick of the clock.
+    """
     try:
         status = path.stat()
     except FileNotFoundError:
-        return ()
-    # The time alone is too coarse: it does not change if a file is replaced twice within one tick of the clock.
-    return _read(path, status.st_mtime_ns, status.st_ino)
+        return None
+    return status.st_mtime_ns, status.st_ino
 
 
 @lru_cache(maxsize=32)
@@ -525,10 +533,9 @@ def _files(name: str, arch: Arch, directory: Path) -> Iterator[_File]:
     """The tables of a folder that are worth reading."""
     own = table_path(name, directory)
     for path in _tables(name, arch, directory):
-        with suppress(FileNotFoundError):
-            status = path.stat()
+        if version := _version(path):
             rank = 2 if path.parent.name == MODELLED else int(path != own)
-            yield rank, path, status.st_mtime_ns, status.st_ino
+            yield rank, path, *version
 
 
 def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -107,7 +106,6 @@ def specs(wanted: Request, targets: Sequence[Target]) -> list[Spec]:
 
 def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
     orders = (False, True) if wanted.deterministic else (False,)
-    matter = functools.cache(tables.rounds_that_matter)  # for all lengths and visible keys
     for target, model, dtype, mask in product(targets, wanted.models, wanted.dtypes, wanted.masks):
         align = _align(model, dtype)
         ratio = model.heads_q // model.heads_kv
@@ -119,21 +117,20 @@ def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
         ):
             problem = Problem(direction, target.archs[0], dtype, model.head_dim, mask, align)
             strict = deterministic and direction is Direction.BACKWARD
-            for rounds in _rounds(matter(problem, group, target.name), problem, model, size, target):
+            for rounds in _rounds(problem, group, model, size, target):
                 try:
                     yield choose_for(problem, group, size, target, strict, visible_keys, rounds=rounds).spec
                 except Infeasible:
                     continue  # a call would raise, too
 
 
-def _rounds(
-    matter: tuple[int, ...], problem: Problem, model: Model, size: int, target: Target
-) -> tuple[int, ...]:
-    """Those of `matter` that are `tables.rounds_of` backwards of `size` to 2 * size - 1 rows and any part of the heads.
+def _rounds(problem: Problem, group: int, model: Model, size: int, target: Target) -> tuple[int, ...]:
+    """`tables.rounds_of` backwards of `size` to 2 * size - 1 rows and any part of the heads.
 
-    Of masks that list intervals or pairs, those of one pack, and MANY; of others, of any batch. `matter`: values for
+    Of masks that list intervals or pairs, those of one pack, and MANY; of others, of any batch. Of these, values for
     which `tables.choose` may make different choices.
     """
+    matter = tables.rounds_that_matter(problem, group, target.name)
     count = multiprocessors(target.name)
     if problem.direction is Direction.FORWARD or not count:
         return matter
