@@ -56,8 +56,8 @@ UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry wi
 # keys change with it.
 CONVERTED = 6
 FEW_TILES = "changed for fewer rounds of work tiles, not measured"  # ends the reason of a choice
-MANY = 8  # rounds of a backward (`rounds_of`), beyond which their number no longer matters
-KEYS = 128  # of a key tile, to count rounds
+MANY = 8  # rounds of a call (`rounds_of`), beyond which their number no longer matters
+ROWS = 128  # of a tile, to count rounds
 # Knobs of a backward without which it computes more problems (`planned`), and what they stand for.
 DISPENSABLE = {
     "persistent": "persistent blocks",
@@ -82,7 +82,7 @@ class Tuned:
     notes: dict[str, Any] = field(default_factory=dict)  # for readers: workload, registers, versions, date
     visible_keys: int = 0  # average number of keys that a query sees; 0: unknown, or determined by the length
     deterministic: bool = False  # found among kernels that sum in a fixed order, for calls that ask for it
-    rounds: int = MANY  # `rounds_of` the backward that was timed
+    rounds: int = MANY  # `rounds_of` the call that was timed
 
     @property
     def cls(self) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def choose(
     then. Of the others, those whose spec would have to be converted (`dispatch.choose_for`), and all with another GQA
     ratio, are CONVERTED octaves farther away in criterion 6.
 
-    `rounds`: `rounds_of` a backward. The tuning of entries that were measured with more is changed (`spread_out`).
+    `rounds`: `rounds_of` the call. A backward's tuning is changed where the entry was measured with more (`spread_out`).
     """
     of = partial(offers, visible_keys=visible_keys, deterministic=deterministic, rounds=rounds)
     for offer in of(problem, group, size, name, places):
@@ -326,12 +326,13 @@ def replanned(problem: Problem, entry: Tuned) -> Spec:
     return planned(Spec(problem, entry.spec.tuning))
 
 
-def rounds_of(batch: int, heads_kv: int, seq_k: int, multiprocessors: int) -> int:
-    """How often a backward's key tiles of KEYS keys of a kv head fill three quarters of the GPU: 0, 1, ... or MANY.
+def rounds_of(batch: int, heads: int, rows: int, multiprocessors: int) -> int:
+    """How often tiles of ROWS rows of all heads and batch entries fill three quarters of the GPU: 0, 1, ... or MANY.
 
-    MANY where the number of multiprocessors is not known (0). The same rule as runtime/native/backward_rounds.h.
+    A forward's rows are queries of q heads, a backward's keys of kv heads. MANY where the number of multiprocessors is
+    not known (0). The same rule as runtime/native/rounds.h.
     """
-    tiles = batch * heads_kv * -(-seq_k // KEYS)
+    tiles = batch * heads * -(-rows // ROWS)
     return min(MANY, 4 * tiles // (3 * multiprocessors)) if multiprocessors else MANY
 
 
@@ -339,9 +340,9 @@ def rounds_that_matter(
     problem: Problem, group: int, name: str, places: Iterable[Path] | None = None
 ) -> tuple[int, ...]:
     """Values of `rounds` of calls, among which is one for each spec that `choose` makes of the entries that count."""
-    if problem.direction is Direction.FORWARD:
-        return (MANY,)
     known = {entry.rounds for _, _, entry in _counting(problem, name, places)}
+    if problem.direction is Direction.FORWARD:
+        return tuple(sorted({MANY} | known))
     fewer = {max(0, rounds - 1) for rounds in known} if group == 1 else set()
     return tuple(sorted({0, MANY} | known | fewer))
 

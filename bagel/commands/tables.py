@@ -51,7 +51,7 @@ def show(device: str | None) -> None:
 
     DEVICE is a name as `list` prints it; the default is this machine's device. GQA: query heads of a kv head. rows:
     queries. keys: how many keys a query sees on average. Behind a kernel's name: when and with which versions it was
-    measured, as far as the entry says. `N rounds`: of a backward with few key tiles.
+    measured, as far as the entry says. `N rounds`: of a call with few tiles.
     """
     from attnforge.runtime.tables import MODELLED, folders, known
 

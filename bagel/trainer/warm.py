@@ -125,17 +125,18 @@ def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
 
 
 def _rounds(problem: Problem, group: int, model: Model, size: int, target: Target) -> tuple[int, ...]:
-    """`tables.rounds_of` backwards of `size` to 2 * size - 1 rows and any part of the heads.
+    """`tables.rounds_of` calls of `size` to 2 * size - 1 rows and any part of the heads.
 
     Of masks that list intervals or pairs, those of one pack, and MANY; of others, of any batch. Of these, values for
     which `tables.choose` may make different choices.
     """
     matter = tables.rounds_that_matter(problem, group, target.name)
     count = multiprocessors(target.name)
-    if problem.direction is Direction.FORWARD or not count:
+    if not count:
         return matter
+    heads = model.heads_q if problem.direction is Direction.FORWARD else model.heads_kv
     fewest = tables.rounds_of(1, 1, size, count)
-    one = tables.rounds_of(1, model.heads_kv, 2 * size - 1, count)
+    one = tables.rounds_of(1, heads, 2 * size - 1, count)
     most = one if problem.mask.listed else tables.MANY
     between = (rounds for rounds in matter if fewest <= rounds <= most)
     return tuple(sorted({fewest, most, *between, tables.MANY}))

@@ -6,9 +6,9 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "backward_rounds.h"
 #include "checks.h"
 #include "handles.h"
+#include "rounds.h"
 #include "split_choice.h"
 
 namespace attnforge {
@@ -61,10 +61,11 @@ inline bool splits_keys(const Call& c, bool backward) {
 }
 
 inline uint64_t rounds_of(const Call& c, bool backward) {
-    if (!backward || c.q.is_cpu()) {
+    if (c.q.is_cpu()) {
         return kManyRounds;
     }
-    return backward_rounds(c.k.size(0), c.k.size(1), c.k.size(2), rates_of(c.k.device()).multiprocessors);
+    const at::Tensor& owner = backward ? c.k : c.q;
+    return rounds(owner.size(0), owner.size(1), owner.size(2), rates_of(owner.device()).multiprocessors);
 }
 
 class Router {

@@ -15,7 +15,7 @@ from attnforge.runtime.inputs import check_forward, check_score
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.ops import unpack_mask
 from attnforge.runtime.scores import Score
-from attnforge.runtime.tables import MANY, rounds_of
+from attnforge.runtime.tables import rounds_of
 
 DETERMINISTIC = " deterministic"  # ends the names of cases of `as_deterministic`
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,13 +75,14 @@ class Case:
 
     def rounds(self, direction: Direction, multiprocessors: int | None = None) -> int:
         """As `tables.rounds_of`, on the device, or on a GPU of so many multiprocessors (0: not known)."""
-        if direction is Direction.FORWARD:
-            return MANY
         if multiprocessors is None:
             multiprocessors = 0
             if self.device.type == "cuda":
                 multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return rounds_of(self.batch, self.heads_kv, self.seq_k, multiprocessors)
+        heads, rows = (
+            (self.heads_q, self.seq_q) if direction is Direction.FORWARD else (self.heads_kv, self.seq_k)
+        )
+        return rounds_of(self.batch, heads, rows, multiprocessors)
 
     def flops(self, direction: Direction) -> float:
         """Arithmetic of the visible pairs: two products forward, five backward (2.5 times that at equal head dims)."""

@@ -1,4 +1,4 @@
-"""Rounds of a backward: C++ counts them in each call, Python where it chooses a kernel ahead of calls."""
+"""Rounds of a call: C++ counts them in each one, Python where it chooses a kernel ahead of calls."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from attnforge.codegen import native
 from attnforge.runtime import tables
 
 ENTRY = """
-extern "C" long rounds(long batch, long heads_kv, long keys, long multiprocessors) {
-    return attnforge::backward_rounds(batch, heads_kv, keys, multiprocessors);
+extern "C" long rounds_of(long batch, long heads, long rows, long multiprocessors) {
+    return attnforge::rounds(batch, heads, rows, multiprocessors);
 }
 """
 
 
 def test_both_count_the_same(tmp_path: Path) -> None:
     path = tmp_path / "rounds.cpp"
-    path.write_text(native.sources("backward_rounds.h")["backward_rounds.h"] + ENTRY)
+    path.write_text(native.sources("rounds.h")["rounds.h"] + ENTRY)
     library = gxx.library(path, "-std=c++17", "-O1", "-fPIC", "-shared")
-    library.rounds.restype = ctypes.c_long
+    library.rounds_of.restype = ctypes.c_long
 
     @given(st.integers(1, 64), st.integers(1, 128), st.integers(1, 40_000), st.integers(1, 200))
     @example(1, 9, 1280, 120)  # 90 tiles are three quarters of it
     @example(1, 9, 1281, 132)  # 99 tiles are
     @example(2, 7, 896, 132)  # 98 are not
-    def same(batch: int, heads_kv: int, keys: int, multiprocessors: int) -> None:
-        sizes = (batch, heads_kv, keys, multiprocessors)
-        assert library.rounds(*map(ctypes.c_long, sizes)) == tables.rounds_of(*sizes)
+    def same(batch: int, heads: int, rows: int, multiprocessors: int) -> None:
+        sizes = (batch, heads, rows, multiprocessors)
+        assert library.rounds_of(*map(ctypes.c_long, sizes)) == tables.rounds_of(*sizes)
 
     same()
