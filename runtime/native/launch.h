@@ -8,6 +8,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "driver.h"
+#include "split_choice.h"
 #include "variant.h"
 
 namespace attnforge {
@@ -82,6 +83,9 @@ inline void set_kv_splits(const Variant& variant, int multiprocessors, Params& p
         return;
     }
     const int64_t rows = int64_t{p.seq_q} * (p.heads_q / p.heads_kv);
+    TORCH_CHECK_VALUE(numbers_rows(rows, variant.tile_m), "q: ", p.seq_q, " queries of ", p.heads_q / p.heads_kv,
+                      " heads for each of k are ", rows, " rows, more than ", variant.name,
+                      ", which splits the keys, can number with an int; split the queries into several calls");
     p.tiles_packed = static_cast<int>((rows + variant.tile_m - 1) / variant.tile_m);
     const int64_t work_tiles = int64_t{p.tiles_packed} * p.heads_kv * p.batch;
     const int64_t blocks = variant.split_blocks * multiprocessors;

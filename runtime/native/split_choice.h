@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 
 namespace attnforge {
@@ -11,6 +12,9 @@ inline bool may_split(int64_t queries, int64_t keys) {
     constexpr int64_t kQueries = 512, kKeys = 1024, kKeysOfQuery = 4;
     return queries <= kQueries && keys >= std::max(kKeys, kKeysOfQuery * queries);
 }
+
+// Kernels that split the keys number the packed rows of a kv head, in whole tiles, with an int.
+inline bool numbers_rows(int64_t rows, int64_t tile_m) { return rows <= INT_MAX / tile_m * tile_m; }
 
 // Sizes of a forward on a GPU. `bandwidth`: that of its memory over an H100's.
 struct SplitSizes {
@@ -40,6 +44,9 @@ inline bool splitting_is_faster(const SplitSizes& s) {
 
     const int64_t rows = s.queries * (s.heads_q / s.heads_kv);
     const int64_t packed = rows <= 128 ? 64 : 128;
+    if (!numbers_rows(rows, packed)) {
+        return false;
+    }
     const double work_tiles = static_cast<double>(up(rows, packed) * packed * kv_planes) / 128;
     const double products = work_tiles / static_cast<double>(s.multiprocessors) * (key_tiles + kBesideTile);
     const double split = std::max(products, loads) + kBesideCall;

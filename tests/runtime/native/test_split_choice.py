@@ -98,3 +98,10 @@ def test_many_heads_do_not_split(library: ctypes.CDLL) -> None:
     found = [splits(library, (32, 32), batch, 128, 16384, H100) for batch in (1, 2, 4, 8, 16, 33)]
     assert found[0]
     assert not found[-1]
+
+
+@pytest.mark.parametrize(("group", "expected"), [(2**22 - 1, True), (2**22, False), (2**23, False)])
+def test_rows_beyond_an_int_do_not_split(library: ctypes.CDLL, group: int, expected: bool) -> None:
+    """Of 512 queries; on a device so wide that splitting them is the faster way."""
+    sizes = (ctypes.c_long * 6)(1, group, 1, 512, 1 << 20, 1 << 27)
+    assert bool(library.splits(sizes, ctypes.c_double(H100))) == expected

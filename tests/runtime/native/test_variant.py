@@ -49,11 +49,13 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "program"
 
 
-def read(program: Path, text: str, multiprocessors: int = 132, *more: int) -> tuple[int, list[str]]:
+def read(
+    program: Path, text: str, multiprocessors: int = 132, *more: int, queries: int = 6
+) -> tuple[int, list[str]]:
     """(exit status, lines printed)."""
     path = program.with_name("description")
     path.write_text(text)
-    words = map(str, (multiprocessors, *more))
+    words = map(str, (multiprocessors, queries, *more))
     done = subprocess.run([program, path, *words], capture_output=True, text=True)
     return done.returncode, done.stdout.splitlines()
 
@@ -125,6 +127,20 @@ def test_ranges_of_keys_fill_the_device(
     spec = next(splitting(Problem(Direction.FORWARD, Arch.SM90, DType.BFLOAT16, 128, Mask.FULL), 16))
     lines = read(program, variant.describe(render(spec)), multiprocessors)[1]
     assert lines[1:-1] == [f"{spec.symbol} {blocks}", f"{spec.symbol}_combine {combining}"]
+
+
+def test_packed_rows_that_an_int_cannot_number_are_refused(program: Path) -> None:
+    """Of 5 q heads; the last tile of 16 rows ends at 2^31 - 16 at most, so that kernels can number all its rows."""
+    spec = next(splitting(Problem(Direction.FORWARD, Arch.SM90, DType.BFLOAT16, 128, Mask.FULL), 16))
+    assert spec.tuning.tile_m == 16
+    text = variant.describe(render(spec))
+    most = (2**31 - 16) // 5
+    status, lines = read(program, text, queries=most)
+    assert (status, lines[1]) == (0, f"{spec.symbol} {2**27 - 1}")
+    status, lines = read(program, text, queries=most + 1)
+    assert status == 1
+    assert f"q: {most + 1} queries of 5 heads for each of k are {5 * most + 5} rows, more than" in lines[-1]
+    assert spec.slug in lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 // runtime/native/variant.h and launch.h with a driver that does nothing: prints what was read from a description, and
-// the grid and the packed argument that follow from it. Arguments: a file with the description, multiprocessors; and
-// for the layout of its schedule, planes of the mask and bytes of bits.
+// the grid and the packed argument that follow from it. Arguments: a file with the description, multiprocessors,
+// queries; and for the layout of its schedule, planes of the mask and bytes of bits.
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
@@ -83,7 +83,7 @@ int main(int count, char** arguments) {
         std::printf("%s %d %ld %ld\n", variant.name.c_str(), variant.backward, variant.tile_m, variant.row_groups);
         Params p{};
         p.batch = 1, p.heads_q = 5, p.heads_kv = 1, p.tiles_m = 7, p.tiles_n = 3, p.mask_planes = 1, p.scale = 0.5F;
-        p.seq_q = 6;
+        p.seq_q = std::stoi(arguments[3]);
         set_kv_splits(variant, std::stoi(arguments[2]), p);
         p.q = {reinterpret_cast<void*>(uintptr_t{4096}), 11, 12, 13};
         for (const Launch& launch : variant.launches) {
@@ -98,8 +98,8 @@ int main(int count, char** arguments) {
             std::printf("%02x", static_cast<unsigned char*>(packed.data())[i]);
         }
         std::printf("\n");
-        if (count > 3) {
-            print_layout(variant, std::stoi(arguments[3]), std::stol(arguments[4]));
+        if (count > 4) {
+            print_layout(variant, std::stoi(arguments[4]), std::stol(arguments[5]));
         }
     } catch (const std::runtime_error& error) {
         std::printf("%s\n", error.what());
