@@ -24,6 +24,8 @@ from attnforge.codegen.render import render_text
 from attnforge.codegen.spec import Arch, Direction, DType, knob
 
 NOBODY = -(2**31)  # of `rows`: the token has no expert; its heads are zeros
+# Of a call. Kernels add the tokens of a whole grid, up to 31 more than there are, to the index of one, as an int.
+MOST_TOKENS = 2**30 - 32
 _SHARED = 48 * 1024  # bytes that a block may use without asking for more
 _LANE_VALUES = 32  # of a row that a lane may keep; beyond, registers spill
 

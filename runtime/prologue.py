@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attnforge.codegen.families.limits import HEAD_DIM_LIMIT
-from attnforge.codegen.prologue import NOBODY
+from attnforge.codegen.prologue import MOST_TOKENS, NOBODY
 from attnforge.runtime.inputs import expect_integers, expect_local, expect_number, expect_tensors
 from attnforge.runtime.prologue_kernels import _forward_op
 
@@ -147,7 +147,7 @@ def qk_norm_rope(
     QK norm, arXiv:2010.04245; RoFormer, arXiv:2104.09864.
 
     q: (tokens, heads_q, head_dim), k and v: (tokens, heads_kv, head_dim), v may be left out. Any strides, with a unit
-        stride along head_dim, which is even and at most 256. float32, bfloat16 or, on a GPU, float16.
+        stride along head_dim, even and at most 256. At most 2^30 - 32 tokens. float32, bfloat16 or, on a GPU, float16.
     heads: (heads_q, heads_kv): q is the output of a fused projection, (tokens, (heads_q + 2 heads_kv) head_dim) with or
         without an axis of heads: the heads of q, then those of k, then those of v. Its gradient is written in place;
         of views of it, autograd would concatenate the gradients, which takes as long as the kernel.
@@ -322,6 +322,10 @@ def _check(
         raise ValueError(f"q: got head_dim {head_dim}, accepted are even ones up to {HEAD_DIM_LIMIT}")
     _check_sources(sources, parts, experts)
     tokens = first.shape[0] if rows is None else rows.shape[0]
+    if tokens > MOST_TOKENS:
+        raise ValueError(
+            f"q: got {tokens} tokens, at most {MOST_TOKENS} are supported; split them into several calls"
+        )
     if rows is not None and rows.device != first.device:
         raise ValueError(f"experts: are on {rows.device}, but q is on {first.device}")
     for name, x in (("cos", cos), ("sin", sin)):

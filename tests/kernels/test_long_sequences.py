@@ -1,4 +1,4 @@
-"""Addresses of the Hopper backward's loads in the longest sequences that calls accept, 2^30 - 1 rows."""
+"""The longest sequences that calls accept: addresses of the Hopper backward's loads, tokens of the prologue's warps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 
 import gxx
+import pytest
 
+from attnforge.codegen import prologue
 from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.prologue import CudaTuning, PrologueProblem, PrologueSpec
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
@@ -56,3 +59,47 @@ def test_row_stats_of_the_last_query_tile(tmp_path: Path) -> None:
     library.floats_to_row_stats.restype = ctypes.c_longlong
     last = (LONGEST - 1) // 64
     assert library.floats_to_row_stats(last) == last * 64 * source.plan.row_stats
+
+
+TURNS = """#include "cuda_words.h"
+static struct { int x; } threadIdx, blockIdx, gridDim;
+struct Params { int tokens; };
+%s
+extern "C" int last_token(int tokens, int block, int blocks) {
+    int last = -1;
+    blockIdx.x = block, gridDim.x = blocks;
+    for (int warp = 0; warp < kWarps; ++warp) {
+        threadIdx.x = warp * 32;
+        const Tokens mine = tokens_of(Params{tokens});
+        %s
+            if (index < 0) return -1;  // it wrapped around
+            last = max(last, index);
+        }
+    }
+    return last;
+}
+"""
+
+
+@pytest.mark.parametrize("persistent", [0, 1, 2])
+@pytest.mark.parametrize("warps", [1, 4, 31, 32])
+def test_warps_of_the_prologue_end_at_the_last_token(warps: int, persistent: int, tmp_path: Path) -> None:
+    """As many tokens as a call may have, of as many blocks as there are turns, or of 132: three of the blocks."""
+    problem = PrologueProblem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 64)
+    source = prologue.render(PrologueSpec(problem, CudaTuning(8, 8, 1, warps, 1, persistent)))
+    constants = re.findall(r"^constexpr int .*;", source.text, re.M)
+    tokens_of = re.search(r"^struct Tokens \{.*?^\};.*? tokens_of\(.*?^\}$", source.text, re.M | re.S)
+    loops = re.findall(r"for \(int index = .*\{$", source.text, re.M)
+    assert tokens_of
+    assert len(loops) == 1
+    path = tmp_path / "turns.cpp"
+    path.write_text(TURNS % ("\n".join((*constants, tokens_of[0])), loops[0]))
+    library = gxx.library(path, *FLAGS, "-O1")
+    most = prologue.MOST_TOKENS
+    blocks = 132 if persistent else -(-most // source.plan.tokens)
+    last = [
+        library.last_token(most, block, blocks) for block in (0, (most - 1) // source.plan.tokens % blocks)
+    ]
+    last.append(library.last_token(most, blocks - 1, blocks))
+    assert min(last) >= 0
+    assert max(last) == most - 1

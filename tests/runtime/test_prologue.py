@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
+from attnforge.codegen.prologue import MOST_TOKENS
 from attnforge.runtime import prologue_kernels
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -300,6 +301,17 @@ def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None
     }
     with pytest.raises(ValueError, match=message):
         attnforge.qk_norm_rope(**(arguments | change))
+
+
+def test_more_tokens_than_kernels_can_number_are_refused() -> None:
+    def result(tokens: int) -> Tensor:
+        q, k = (torch.empty(tokens, heads, 4, device="meta") for heads in (2, 1))
+        cos = torch.empty(tokens, 2, device="meta")
+        return attnforge.qk_norm_rope(q, k, cos=cos, sin=cos)[0]
+
+    assert result(MOST_TOKENS).shape[0] == MOST_TOKENS
+    with pytest.raises(ValueError, match=f"q: got {MOST_TOKENS + 1} tokens, at most {MOST_TOKENS} are"):
+        result(MOST_TOKENS + 1)
 
 
 @pytest.mark.parametrize(
