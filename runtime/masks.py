@@ -107,7 +107,8 @@ class Spans(_Listed):
     - (n, seq_k), n = 1 to 4: the union of n intervals, in any order, which may overlap;
     - (batch or 1, heads or 1, n, seq_k): also one plane for each batch entry, and for each query head or kv head.
 
-    Memory and the time to list tiles grow with seq_k, never with seq_q * seq_k. `starts` and `ends` are copied: later
+    The mask takes 8 n bytes for each key, its tile lists 4 (of a deterministic backward 8) for each pair of a query
+    tile and a key tile: nothing is stored for a pair of a query and a key. `starts` and `ends` are copied: later
     changes of the tensors do not change the mask. A mask that is made while a CUDA graph is captured is made again,
     with its schedules, at every replay.
 
