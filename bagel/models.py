@@ -10,7 +10,7 @@ class Model:
     """One attention layer's shape; the softmax scale is head_dim ** -0.5.
 
     `source`: where the numbers are from, "repository: fields" for a config.json on huggingface.co. `mask`: what the
-    layer is trained with, "bagel" for BAGEL's packs.
+    layer is trained with, as --mask takes it, or "bagel" for BAGEL's packs.
     """
 
     name: str
@@ -65,6 +65,26 @@ MODELS = {
             "llama3-70b", 64, 8, 128, 80, "Llama 3.1 70B", f"meta-llama/Llama-3.1-70B: {_HIDDEN}", "causal"
         ),
         Model(
+            "gpt-oss-20b",
+            64,
+            8,
+            64,
+            24,
+            "gpt-oss-20b: every second layer is causal; sinks run the same kernels",
+            f"openai/gpt-oss-20b: {_GQA}, sliding_window",
+            "window:128",
+        ),
+        Model(
+            "gpt-oss-120b",
+            64,
+            8,
+            64,
+            36,
+            "gpt-oss-120b, likewise",
+            f"openai/gpt-oss-120b: {_GQA}, sliding_window",
+            "window:128",
+        ),
+        Model(
             "deepseek-v3",
             128,
             128,
@@ -105,6 +125,16 @@ MODELS = {
             12,
             "SigLIP base/16",
             f"google/siglip-base-patch16-224: {_VISION}",
+            "full",
+        ),
+        Model(
+            "qwen2.5-vl",
+            16,
+            16,
+            80,
+            32,
+            "Qwen2.5-VL's vision encoder: full attention in 4 layers, in windows of 112 x 112 pixels in the others",
+            "Qwen/Qwen2.5-VL-7B-Instruct: vision_config: num_heads, hidden_size / num_heads, depth",
             "full",
         ),
         Model(

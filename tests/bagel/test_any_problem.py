@@ -79,11 +79,14 @@ def test_presets(name: str) -> None:
     assert case.head_dim_v == (model.head_dim_v or model.head_dim)
     assert model.heads_q % model.heads_kv == 0
     assert make_case("causal/32", model.heads, DType.BFLOAT16, CPU).head_dim_v == case.head_dim_v
+    alone = () if model.mask == "bagel" else (f"{model.mask}/{LENGTHS['cpu']}",)
+    assert chosen(model=name).packs == alone
 
 
 def test_a_model_alone_runs_what_it_is_trained_with() -> None:
     assert chosen(model="llama3-8b").packs == (f"causal/{LENGTHS['cpu']}",)
     assert chosen(model="flux").packs == (f"full/{LENGTHS['cpu']}",)
+    assert chosen(model="gpt-oss-20b").packs == (f"window:128/{LENGTHS['cpu']}",)
     assert chosen(model="0.5B").packs == ()
     assert chosen(model="llama3-8b", packs=("full/64",)).packs == ("full/64",)
     wide = one(model="llama3-8b", head_dim=64, length=(32, 32))
