@@ -27,20 +27,29 @@ def echo(text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def echo_entry(label: str, text: str) -> None:
-    """Print `  label text`. In a terminal, lines that do not fit are wrapped and indented; a pipe gets one line."""
+def wrap(lead: str, text: str) -> str:
+    """`lead` and `text`. In a terminal, lines that do not fit are wrapped and indented, words whole; not in a pipe."""
     width = console.width if console.is_terminal else UNBOUNDED
-    lead = f"  {label:<4}  "
-    echo(
-        textwrap.fill(
-            text,
-            width,
-            initial_indent=lead,
-            subsequent_indent=" " * len(lead),
-            break_long_words=False,
-            break_on_hyphens=False,
+    wrapped: list[str] = []
+    rest = " " * len(lead)
+    for line in text.splitlines() or [""]:
+        first = rest if wrapped else lead
+        wrapped.append(
+            textwrap.fill(
+                line,
+                width,
+                initial_indent=first,
+                subsequent_indent=rest,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
         )
-    )
+    return "\n".join(wrapped)
+
+
+def echo_entry(label: str, text: str) -> None:
+    """Print `  label text`, wrapped in a terminal."""
+    echo(wrap(f"  {label:<4}  ", text))
 
 
 def warn(text: str) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
-from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
-from attnforge.bagel.commands.console import console
+from attnforge.bagel.commands.console import console, wrap
 
 if TYPE_CHECKING:
     from attnforge.runtime.doctor.findings import Finding
@@ -29,19 +28,19 @@ def doctor(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([vars(finding) for finding in findings], indent=1))
     else:
-        console.print(doctor_table(findings))
+        print_findings(findings)
     if any(finding.status == FAILURE for finding in findings):
         raise click.ClickException("attnforge cannot run here as it is; the remedies are above")
 
 
-def doctor_table(findings: Sequence[Finding]) -> Table:
-    """One line per finding, with its remedy below it."""
-    table = Table(box=None, show_header=False)
-    for _ in range(3):
-        table.add_column(overflow="fold")
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Print each finding as status, name and value, with its remedy below it."""
+    statuses, names = (max(map(len, words)) for words in (COLOURS, (finding.name for finding in findings)))
     for finding in findings:
-        colour = COLOURS[finding.status]
-        table.add_row(f"[{colour}]{finding.status}[/{colour}]", finding.name, escape(finding.value))
+        text = Text(wrap(f" {finding.status:<{statuses}}  {finding.name:<{names}}  ", finding.value))
+        text.stylize(COLOURS[finding.status], 1, 1 + len(finding.status))
+        console.print(text, soft_wrap=True)
         if finding.remedy:
-            table.add_row("", "", f"[bold]→ {escape(finding.remedy)}[/bold]")
-    return table
+            console.print(
+                Text(wrap(" " * (5 + statuses + names) + "→ ", finding.remedy), "bold"), soft_wrap=True
+            )

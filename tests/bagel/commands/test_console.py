@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from rich.console import Console
 
 from attnforge.bagel.commands import console as terminal
+from attnforge.bagel.commands import doctor
 from attnforge.bagel.commands.console import echo_entry, make_table
+from attnforge.runtime.doctor.findings import OK, WARNING, Finding
 
 
 def lines(width: int) -> list[str]:
@@ -59,3 +63,46 @@ def test_labelled_lines_are_indented_in_a_terminal_and_whole_in_a_pipe(
     with console.capture() as captured:
         echo_entry("why", "tuned for 1024 rows, a_slug_that_is_longer_than_the_line nearer than all")
     assert captured.get().splitlines() == expected
+
+
+PATH = "/home/someone/envs/attention/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13"
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "expected"),
+    [
+        (
+            True,
+            [
+                " ok       NVRTC  " + PATH,
+                " warning  CPU    compiled by",
+                "                 " + PATH,
+                "                 the second line",
+                "                 → run a command or another",
+                "                   one",
+            ],
+        ),
+        (
+            False,
+            [
+                " ok       NVRTC  " + PATH,
+                f" warning  CPU    compiled by {PATH}",
+                "                 the second line",
+                "                 → run a command or another one",
+            ],
+        ),
+    ],
+)
+def test_doctor_keeps_paths_whole(
+    is_terminal: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(width=46, force_terminal=is_terminal, no_color=True)
+    monkeypatch.setattr(terminal, "console", console)
+    monkeypatch.setattr(doctor, "console", console)
+    findings = (
+        Finding("NVRTC", OK, PATH),
+        Finding("CPU", WARNING, f"compiled by {PATH}\nthe second line", "run a command or another one"),
+    )
+    with console.capture() as captured:
+        doctor.print_findings(findings)
+    assert re.sub(r"\x1b\[\d*m", "", captured.get()).splitlines() == expected
