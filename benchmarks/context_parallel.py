@@ -31,12 +31,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnforge
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.peers import with_peak
 from attnforge.bagel.workloads import workload
 
 HEADS_Q, HEADS_KV, DIM = 28, 4, 128
 ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"pieces": 2}, {"heads": 2})
 REPEATS, ROUNDS = 10, 5
+HEAD = ("tokens", "GPUs", "arguments", "fwd ms", "fwd+bwd ms", "speed-up fwd", "both", "GiB", "difference")
 
 
 def long_pack(tokens: int, device: str = "cuda") -> attnforge.bagel.PackedMask:
@@ -166,16 +168,16 @@ def show(tokens: int, setups: list[Setup]) -> float:
     """Print the rows of the table. Returns the largest difference from one GPU."""
     one, worst = setups[0], 0.0
     forward, both = median(one.forward), median(one.both)
-    lines = [f"| {tokens} | 1 | | {forward:.2f} | {both:.2f} | | | {one.peak:.2f} | |"]
+    cells = (str(tokens), "1", "", f"{forward:.2f}", f"{both:.2f}", "", "", f"{one.peak:.2f}", "")
+    lines = [markdown_row(cells)]
     for cp in setups[1:]:
         wrong = difference(cp.results, [cp.attend.shard(x, dim=2) for x in one.results])  # type: ignore[attr-defined]
         worst = max(worst, wrong)
         text = ", ".join(f"{name}={value}" for name, value in cp.arguments.items())
         times = median(cp.forward), median(cp.both)
-        lines.append(
-            f"| {tokens} | {cp.size} | {text} | {times[0]:.2f} | {times[1]:.2f} | {forward / times[0]:.2f} | "
-            f"{both / times[1]:.2f} | {cp.peak:.2f} | {wrong:.1e} |"
-        )
+        numbers = (*times, forward / times[0], both / times[1], cp.peak)
+        cells = (str(tokens), str(cp.size), text, *(f"{number:.2f}" for number in numbers), f"{wrong:.1e}")
+        lines.append(markdown_row(cells))
     if dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
     return worst
@@ -192,8 +194,7 @@ def main() -> None:
     dist.init_process_group("nccl", timeout=timedelta(seconds=120), device_id=torch.device("cuda", local))
     if dist.get_rank() == 0:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {torch.cuda.nccl.version()}")
-        print("| tokens | GPUs | arguments | fwd ms | fwd+bwd ms | speed-up fwd | both | GiB | difference |")
-        print("|---|---|---|---|---|---|---|---|---|", flush=True)
+        print(*markdown_head(HEAD), sep="\n", flush=True)
     meshes = {
         size: init_device_mesh("cuda", (world // size, size), mesh_dim_names=("dp", "cp"))["cp"]
         for size in (2, 4, 8)

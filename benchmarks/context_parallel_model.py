@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import attnforge
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.workloads import workload
 from attnforge.runtime import ops
 from attnforge.runtime.distributed import exchange
@@ -45,6 +46,7 @@ from attnforge.runtime.distributed.cost import Partition
 from attnforge.runtime.distributed.links import Links
 from attnforge.runtime.masks import Spans
 
+HEAD = ("tokens", "GPUs", "U", "fwd ms", "fwd+bwd ms", "speed-up fwd", "both", "measured fwd", "both")
 # Milliseconds (forward, forward + backward) by (tokens, GPUs, Ulysses degree), with pieces=1.
 MEASURED = {
     (36864, 1, 1): (3.36, 14.65),
@@ -242,8 +244,7 @@ def main() -> None:
         f"latency {links.latency * 1e6:.0f} us; "
         f"network {links.inter_node / 1e9:.0f} GB/s per GPU, {options.node} GPUs per node"
     )
-    print("| tokens | GPUs | U | fwd ms | fwd+bwd ms | speed-up fwd | both | measured fwd | both |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(*markdown_head(HEAD), sep="\n")
     for tokens in options.tokens:
         one = MEASURED[tokens, 1, 1]
         for world in options.ranks:
@@ -251,13 +252,11 @@ def main() -> None:
                 partition, loads = simulate(masks[tokens], tokens, world, options.node, heads)
                 forward, both = predict(loads, links, one, pairs[tokens])
                 found = MEASURED.get((tokens, world, partition.ulysses_degree))
-                measured = f"{found[0]:.2f} | {found[1]:.2f}" if found else " | "
+                measured = [f"{time:.2f}" for time in found] if found else ["", ""]
                 division = f"{partition.ulysses_degree}{', contiguous' if partition.contiguous else ''}"
-                print(
-                    f"| {tokens} | {world} | {division} | {forward:.2f} | {both:.2f} | "
-                    f"{one[0] / forward:.2f} | {one[1] / both:.2f} | {measured} |",
-                    flush=True,
-                )
+                times = (forward, both, one[0] / forward, one[1] / both)
+                cells = (str(tokens), str(world), division, *(f"{time:.2f}" for time in times), *measured)
+                print(markdown_row(cells), flush=True)
 
 
 if __name__ == "__main__":

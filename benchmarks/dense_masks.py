@@ -23,6 +23,7 @@ from attnforge.bagel.measure.bench import machine, ours
 from attnforge.bagel.measure.blocks import BLOCK, LENGTH, equal_documents, random_blocks
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.fa4 import Unavailable
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.peers import as_unavailable, contestant
 from attnforge.bagel.measure.tiles import EMPTY, tile_map
 from attnforge.codegen.spec import Direction, DType
@@ -151,7 +152,7 @@ def rows(what: str, lines: list[Line]) -> list[str]:
             f"{line.tflops_visited / base.tflops_visited:.2f}",
             "-" if line.lists_ms is None else f"{line.lists_ms:.3f}",
         )
-        found.append(f"| {' | '.join(cells)} |")
+        found.append(markdown_row(cells))
     return found
 
 
@@ -177,7 +178,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
-    table = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    table = markdown_head(HEAD)
     for sparsity in args.sparsity:
         for direction in Direction:
             table += rows(f"{sparsity:.0%} {direction.value}", measure(sparsity, direction, args))

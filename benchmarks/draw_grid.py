@@ -28,6 +28,7 @@ from attnforge.bagel.measure.goals import (
     GRID_SHAPES,
 )
 from attnforge.bagel.measure.interleaved import DETERMINISTIC, MATMUL, Line
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 
 PEERS = (*DENSE_PEERS, "cudnn-flex")  # of every run
 ADDED = ("flex", "flex-fa4")  # of runs that took them with --add-peers
@@ -122,14 +123,14 @@ def tables(cells: dict[tuple[str, str], list[Line]]) -> Iterator[str]:
     for work, title in PASSES.items():
         own = [OURS, DETERMINISTIC] if work == "bwd" else [OURS]
         head = ["heads", "work", *own, *peers, MATMUL, "of best peer"]
-        yield from ("", f"## {title.capitalize()}", "", f"| {' | '.join(head)} |", "| --- " * len(head) + "|")
+        yield from ("", f"## {title.capitalize()}", "", *markdown_head(head))
         for (label, done), lines in cells.items():
             if done == work:
                 values = [rates(lines, name) for name in (*own, *peers, MATMUL)]
                 best = ratio(lines, peers)
                 numbers = [f"{median(x):.0f}" if x else "-" for x in values]
                 share = "-" if best is None else f"{best:.2f}" if best >= 1 else f"**{best:.2f}**"
-                yield f"| {' | '.join((*label.split(), *numbers, share))} |"
+                yield markdown_row((*label.split(), *numbers, share))
 
 
 def summary(cells: dict[tuple[str, str], list[Line]]) -> Iterator[str]:

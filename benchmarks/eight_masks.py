@@ -45,6 +45,7 @@ from attnforge.bagel.measure.agreement import TOLERANCE, relative, results
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import model_of, pairs_of
 from attnforge.bagel.measure.fa4 import Attention, Unavailable
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.peers import OURS
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, DType
@@ -298,7 +299,7 @@ def rows(case: Case, found: Sequence[Contestant], sets: Sequence[Inputs], second
             new_mask(one, sets[0], seconds),
             f"{one.differs:.1e}",
         )
-        table.append(f"| {' | '.join(cells)} |")
+        table.append(markdown_row(cells))
         print(table[-1], flush=True)
     return table
 
@@ -324,7 +325,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     args = arguments(words)
     device, any_wrong = torch.device(args.device), False
-    table = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    table = markdown_head(HEAD)
     for name in args.masks:
         case = case_of(name, args.length, args.model, DType(args.dtype), device)
         sets = [Inputs(*tensors) for tensors in rotate(tuple(case.inputs()), device)]

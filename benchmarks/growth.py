@@ -25,6 +25,7 @@ import torch
 from attnforge.bagel.measure.bench import machine, ours
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.interleaved import MATMUL, Call, interleaved, matrix_product
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.peers import memory_freed
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, DType
@@ -139,7 +140,7 @@ def row(series: Series, args: argparse.Namespace) -> str:
         f"{ceiling:.4g}",
         str(min(timing.repeats for _, timing in found.values())),
     )
-    return f"| {' | '.join(cells)} |"
+    return markdown_row(cells)
 
 
 def table(what: str, sizes: Sequence[int], lines: Sequence[Series], args: argparse.Namespace) -> list[str]:
@@ -147,7 +148,7 @@ def table(what: str, sizes: Sequence[int], lines: Sequence[Series], args: argpar
     if not lines:
         return []
     head = (what, "visible, %", *map(str, sizes), "flat within", MATMUL, "samples")
-    text = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    text = markdown_head(head)
     print("\n".join(text), flush=True)
     for series in lines:
         text.append(row(series, args))

@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import attnforge
 from attnforge.bagel.measure import fa4
 from attnforge.bagel.measure.bench import machine
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.peers import attention_of
 from attnforge.codegen.spec import DType
 from attnforge.runtime.search.case import full_case
@@ -127,10 +128,10 @@ def measure(found: dict[str, Contestant], column: str, tensors: tuple[Tensor, ..
 
 def table(found: dict[str, Contestant]) -> str:
     """A Markdown table with a row for each contestant."""
-    lines = [f"| microseconds a call | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    lines = markdown_head(("microseconds a call", *COLUMNS))
     for name, one in found.items():
         cells = (f"{one.times[column]:.1f}" if column in one.times else "-" for column in COLUMNS)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(markdown_row((name, *cells)))
     return "\n".join(lines)
 
 

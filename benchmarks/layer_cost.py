@@ -25,6 +25,7 @@ from step_time import KINDS, Bench
 from attnforge.bagel import LayerCost
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.interleaved import Call, interleaved
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.peers import memory_freed
 from attnforge.bagel.mot.attention import make_operator
 from attnforge.bagel.mot.layer import CONFIGS, MotConfig, MotLayer
@@ -119,7 +120,7 @@ def left_out(found: Sequence[Measured]) -> list[float]:
 
 def rows(found: Sequence[Measured]) -> list[str]:
     """The table of a kind of checkpointing."""
-    cost, table = fit(found), [f"| {' | '.join(HEAD)} |", "|" + " --- |" * len(HEAD)]
+    cost, table = fit(found), markdown_head(HEAD)
     for one, without in zip(found, left_out(found), strict=True):
         tokens, pairs = one.work
         errors = (f"{error:+.1%}" for error in (one.error(cost), without, one.error(LayerCost())))
@@ -132,14 +133,14 @@ def rows(found: Sequence[Measured]) -> list[str]:
             spread,
             *errors,
         )
-        table.append(f"| {' | '.join(cells)} |")
+        table.append(markdown_row(cells))
     return table
 
 
 def constants(found: dict[str, list[Measured]]) -> list[str]:
     """A row for each kind: the fit to all packs, and the worst errors."""
     head = ("checkpointing", "token", "pair", "fixed", "worst, fit", "worst, left out", "worst, default")
-    table = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    table = markdown_head(head)
     for kind, measured in found.items():
         cost = fit(measured)
         errors = (
@@ -149,7 +150,7 @@ def constants(found: dict[str, list[Measured]]) -> list[str]:
         )
         numbers = (f"{value:.4g}" for value in (cost.token, cost.pair, cost.fixed))
         worst = (f"{max(map(abs, column)):.1%}" for column in errors)
-        table.append(f"| {' | '.join((kind, *numbers, *worst))} |")
+        table.append(markdown_row((kind, *numbers, *worst)))
     return table
 
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 import attnforge
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.models import MODELS
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime.search.prologue import CHECKED, Workload, error_of
@@ -293,7 +294,7 @@ def main(
         rows += rows_of(w, tuple(names.split(",")), two, peak)
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU"
     lines = [f"{w.name}, {name}, torch {torch.__version__}", ""]
-    lines += [f"| {' | '.join(cells)} |" for cells in (HEADER, ("---",) * len(HEADER), *rows)]
+    lines += [*markdown_head(HEADER), *map(markdown_row, rows)]
     click.echo("\n".join(lines))
     if markdown is not None:
         markdown.write_text("\n".join(lines) + "\n")

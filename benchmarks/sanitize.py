@@ -29,6 +29,7 @@ import torch
 from goals import part_of
 
 import attnforge
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import splitting
@@ -162,10 +163,10 @@ def check(tool: str, spec: Spec, program: list[str], listed: Path | None) -> Out
 
 
 def table(specs: list[Spec], outcomes: dict[tuple[str, str], Outcome]) -> str:
-    lines = [f"| kernel | {' | '.join(TOOLS)} |", "|---" * (len(TOOLS) + 1) + "|"]
+    lines = markdown_head(("kernel", *TOOLS))
     for spec in specs:
         cells = [said(outcomes.get((tool, spec.slug))) for tool in TOOLS]
-        lines.append(f"| {spec.slug} | {' | '.join(cells)} |")
+        lines.append(markdown_row((spec.slug, *cells)))
     return "\n".join(lines)
 
 

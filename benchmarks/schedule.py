@@ -18,6 +18,7 @@ from statistics import median
 import torch
 
 from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.occupancy import Costs, Order, Schedule, simulate
 from attnforge.bagel.pictures.occupancy import draw_schedules
 from attnforge.codegen.spec import Direction, DType
@@ -67,7 +68,7 @@ def row(
         " / ".join(balance),
         " / ".join(allowed),
     )
-    return f"| {' | '.join(cells)} |"
+    return markdown_row(cells)
 
 
 def table(args: argparse.Namespace) -> str:
@@ -82,7 +83,7 @@ def table(args: argparse.Namespace) -> str:
         "balance",
         f"allowed of {args.tflops:.0f}",
     )
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = markdown_head(head)
     for model, direction, shapes, splits in SHAPES:
         groups = [cases(model, config) for config in PACKS]
         groups += [[make_case(name, model, DType.BFLOAT16, torch.device("cpu"))] for name in DENSE[model]]

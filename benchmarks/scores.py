@@ -37,6 +37,7 @@ from attnforge.bagel.measure.agreement import TOLERANCE, relative
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.fa4 import Unavailable
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime import dispatch, kernels, ops, tables
 from attnforge.runtime.search.case import Case, Inputs
@@ -338,7 +339,7 @@ def measure(case: Case, direction: Direction, args: argparse.Namespace) -> list[
             ),
             f"{error(case, one, direction, sets[0]):.1e}",
         )
-        found.append(f"| {' | '.join(cells)} |")
+        found.append(markdown_row(cells))
         print(found[-1], flush=True)
     return found
 
@@ -364,7 +365,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> None:
     args = arguments(words)
     device = torch.device(args.device)
-    table = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
+    table = markdown_head(HEAD)
     for pack in args.pack:
         case = make_case(pack, args.model, DType(args.dtype), device)
         for direction in Direction:

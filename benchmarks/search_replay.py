@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.report.read import Subject, read
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates
@@ -103,9 +104,8 @@ def table(found: Mapping[str, list[list[float]]], size: int) -> str:
     for name, needed in sorted(counts.items(), key=lambda one: median(one[1])):
         worst = quantiles(needed, n=10)[-1] if len(needed) > 1 else needed[0]
         share = sum(count <= SHARE * size for count in needed) / len(needed)
-        lines.append(
-            f"| {name} | {median(needed):.0f} | {worst:.0f} | {median(needed) / size:.1%} | {share:.0%} |"
-        )
+        numbers = f"{median(needed):.0f}", f"{worst:.0f}", f"{median(needed) / size:.1%}", f"{share:.0%}"
+        lines.append(markdown_row((name, *numbers)))
     return "\n".join(lines)
 
 
@@ -113,12 +113,12 @@ def by_knob(times: Mapping[Spec, float]) -> str:
     """As Markdown: of each knob's values, the best time over the best of all."""
     best = min(times.values())
     knobs = [(spec.tuning.to_json(), ms / best) for spec, ms in times.items()]
-    lines = ["| knob | best with each value, over the best of all |", "| --- | --- |"]
+    lines = markdown_head(("knob", "best with each value, over the best of all"))
     for name in varying_knobs(list(times)):
         values = sorted({row[name] for row, _ in knobs})
         shares = (min(ms for row, ms in knobs if row[name] == value) for value in values)
         pairs = ", ".join(f"{value}: {share:.3f}" for value, share in zip(values, shares, strict=True))
-        lines.append(f"| {name} | {pairs} |")
+        lines.append(markdown_row((name, pairs)))
     return "\n".join(lines)
 
 

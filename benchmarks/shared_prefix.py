@@ -32,6 +32,7 @@ from attnforge.bagel.measure.agreement import TOLERANCE, relative, results
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import model_of, pairs_of
 from attnforge.bagel.measure.fa4 import Unavailable
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.peers import OURS
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, DType
@@ -204,7 +205,7 @@ def rows(found: list[Contestant], seconds: float) -> list[str]:
             "-" if math.isnan(one.memory) else f"{one.memory / 2**20:.0f}",
             f"{one.differs:.1e}",
         )
-        table.append(f"| {' | '.join(cells)} |")
+        table.append(markdown_row(cells))
     return table
 
 
@@ -232,7 +233,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     args = arguments(words)
     found, wrong = contestants(Group(args.completions, args.tokens, args.prefix), args)
-    table = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|", *rows(found, args.seconds)]
+    table = [*markdown_head(HEAD), *rows(found, args.seconds)]
     facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
     what = (
         f"{args.completions} completions of {args.tokens} tokens on {args.prefix}, {args.model} {args.dtype}"

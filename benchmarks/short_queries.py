@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
 from attnforge.bagel.measure import fa3
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.runtime.search.reference import reference
 
 # q heads, kv heads, head_dim; queries; keys; batch.
@@ -158,8 +159,8 @@ def main() -> None:
     print(" | ".join(head))
     table = rows(options.wide, options.seconds)
     if options.markdown:
-        lines = [head, ["---"] * len(head), *table]
-        options.markdown.write_text("".join(f"| {' | '.join(line)} |\n" for line in lines))
+        lines = [*markdown_head(head), *map(markdown_row, table)]
+        options.markdown.write_text("".join(f"{line}\n" for line in lines))
 
 
 if __name__ == "__main__":

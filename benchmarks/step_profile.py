@@ -23,6 +23,7 @@ import torch
 from step_time import Bench
 from torch.profiler import ProfilerActivity, profile
 
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.mot.attention import make_operator
 from attnforge.bagel.mot.layer import CONFIGS, MotLayer
 from attnforge.bagel.workloads import workload
@@ -117,11 +118,11 @@ def measure(pack: str, model: str, rows: Iterable[tuple[str, str]]) -> Iterator[
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Groups by operator, milliseconds a step."""
     head = ("ms a step", *(f"{row['operator']}, {row['checkpointing']}" for row in rows))
-    lines = [head, ("---",) * len(head)]
+    lines = markdown_head(head)
     for name in (*ORDER, "total"):
         values = [row["total"] if name == "total" else row["groups"][name] for row in rows]
-        lines.append((name, *(f"{value:.2f}" for value in values)))
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+        lines.append(markdown_row((name, *(f"{value:.2f}" for value in values))))
+    return "\n".join(lines)
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:

@@ -42,6 +42,7 @@ from torch.utils.checkpoint import checkpoint
 import attnforge
 from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.bagel.measure.layer_peers import PEERS, Heads, make_peer
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.peers import with_peak
 from attnforge.bagel.mot.attention import OPERATORS, Operator, make_operator
 from attnforge.bagel.mot.layer import CONFIGS, MotConfig, MotLayer, Shared, share
@@ -164,10 +165,6 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     )
 
 
-def line(cells: tuple[str, ...]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def operator_of(
     name: str, config: MotConfig, tokens: int, dtype: torch.dtype, fused_prologue: bool = False
 ) -> Operator:
@@ -217,12 +214,12 @@ def measure_pack(
             del grad
             rows[label, kind] = Row(bench, bench.memory(), differs)
             rows[label, kind].measure(2)
-            text = line(rows[label, kind].cells(label))
+            text = markdown_row(rows[label, kind].cells(label))
             click.echo(f"{text} first call {first:.1f} s, compilation included")
     for _ in range(repeats):
         for row in rows.values():
             row.measure(2)
-    return [line(row.cells(label)) for (label, _), row in rows.items()]
+    return [markdown_row(row.cells(label)) for (label, _), row in rows.items()]
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -257,7 +254,7 @@ def main(
     with torch.device(device):
         layer = MotLayer(config, make_operator("attnforge", config.heads_q, 0)).to(torch.bfloat16)
     where = torch.cuda.get_device_name() if device == "cuda" else device
-    lines = [line(HEADER), line(("---",) * len(HEADER))]
+    lines = markdown_head(HEADER)
     for name in packs.split(","):
         lines += measure_pack(layer, workload(name), names, config, repeats, fused_prologue)
     title = f"One layer of {model}, forward + backward, bf16, {where}, torch {torch.__version__}"

@@ -8,6 +8,7 @@ from statistics import median
 from attnforge.bagel.measure.bench import OURS
 from attnforge.bagel.measure.goals import GOALS, STEP, Goal
 from attnforge.bagel.measure.interleaved import DETERMINISTIC, LAYER, MATMUL, Line
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.models import MODELS
 
 LAYERS = MODELS["7B"].layers
@@ -207,5 +208,4 @@ def _times(value: float | None) -> str:
 
 
 def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], f"|{' --- |' * len(rows[0])}", *lines[1:]]
+    return [*markdown_head(rows[0]), *map(markdown_row, rows[1:])]

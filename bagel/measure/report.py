@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from attnforge.bagel.measure.bench import OURS, Row, best_peer, lead
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.runtime.search.journal import Result
 
 
@@ -21,14 +22,14 @@ def bench_markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
     names = list(dict.fromkeys(row.name for row in rows))
     head = ["case", "pass", *names, "ours / best peer"]
     text = [", ".join(f"{key} {value}" for key, value in facts.items()), "TFLOP/s of visible pairs:", ""]
-    text += [_markdown(head), _markdown(["---"] * len(head))]
+    text += markdown_head(head)
     for (case, direction, dtype), group in groupby(rows, key=case_key):
         by_name = {row.name: row for row in group}
         best, ours = best_peer(by_name.values()), by_name[OURS]
         cells = [_tflops(by_name.get(name)) for name in names]
         leads = lead(best, ours.ms)
         ratio = f"{leads:.2f}" if leads else "-"
-        text.append(_markdown([f"{case} {dtype}", direction, *cells, ratio]))
+        text.append(markdown_row([f"{case} {dtype}", direction, *cells, ratio]))
     notes: dict[str, list[str]] = {}
     for row in rows:
         if row.note:
@@ -40,10 +41,6 @@ def bench_markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
 def case_key(row: Row) -> tuple[str, str, str]:
     """Rows with the same key are compared with each other."""
     return row.case, row.direction, row.dtype
-
-
-def _markdown(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _tflops(row: Row | None) -> str:
