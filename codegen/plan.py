@@ -9,7 +9,15 @@ from attnforge.codegen.spec import Spec
 
 
 class Infeasible(ValueError):
-    """The spec cannot run on its target; the message says what does not fit and by how much."""
+    """The spec cannot run on its target; the message says what does not fit and by how much.
+
+    `subject`: the head_dim that the reason is about, `head_dim 300`, which the message begins with; else empty.
+    """
+
+    def __init__(self, reason: str, subject: str = "") -> None:
+        super().__init__(f"{subject}: {reason}" if subject else reason)
+        self.subject = subject
+        self.reason = reason
 
 
 @dataclass(frozen=True)

@@ -77,11 +77,16 @@ def splitting(problem: Problem, fewest: int, most: int | None = None) -> Iterato
         yield spec
 
 
-def why_infeasible(problem: Problem) -> str:
-    """The reason given for the first guess; for the message when `candidates` yields nothing."""
+def first_refusal(problem: Problem) -> Infeasible:
+    """The error of the first guess; for the message when `candidates` yields nothing."""
     try:
         for tuning in family_of(problem).space(problem):
             make_plan(Spec(problem, tuning))
-    except Infeasible as reason:
-        return str(reason)
-    return "the search space is empty"
+    except Infeasible as refused:
+        return refused
+    return Infeasible("the search space is empty")
+
+
+def why_infeasible(problem: Problem) -> str:
+    """The message of `first_refusal`."""
+    return str(first_refusal(problem))

@@ -18,7 +18,13 @@ from attnforge.codegen.families import make_plan, make_tuning
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.space import candidates, deterministic_candidates, splitting, why_infeasible
+from attnforge.codegen.space import (
+    candidates,
+    deterministic_candidates,
+    first_refusal,
+    splitting,
+    why_infeasible,
+)
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.inputs import MASKS
@@ -107,8 +113,9 @@ def choose_for(
         if problem.score.wanted:
             raise Infeasible(SCORE_GRADIENTS_IN_ANY_ORDER)
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
-    last = dataclasses.replace(problem, arch=target.archs[-1])
-    raise Infeasible(f"q: no {what}: {why_infeasible(last).removeprefix(f'head_dim {problem.head_dim}: ')}")
+    refused = first_refusal(dataclasses.replace(problem, arch=target.archs[-1]))
+    named = refused.subject == f"head_dim {problem.head_dim}"  # by `what`
+    raise Infeasible(f"q: no {what}: {refused.reason if named else refused}")
 
 
 def _head_dims(problem: Problem) -> str:

@@ -123,7 +123,7 @@ def _require_problem(p: Problem, t: CpuForward | CpuBackward) -> None:
         raise Infeasible("dtype fp16: the cpu kernels take fp32 or bf16")
     for dim in (p.head_dim, p.head_dim_v):
         if not 1 <= dim <= HEAD_DIM_LIMIT:
-            raise Infeasible(f"head_dim {dim}: the cpu kernels take 1 to {HEAD_DIM_LIMIT}")
+            raise Infeasible(f"the cpu kernels take 1 to {HEAD_DIM_LIMIT}", f"head_dim {dim}")
     if p.align < p.dtype.bytes:
         raise Infeasible(
             f"align {p.align}: must be at least {p.dtype.bytes}, the bytes of a {p.dtype.value} element"

@@ -58,9 +58,8 @@ def require_hopper(p: Problem, name: str, limit: int) -> None:
         raise Infeasible("dtype fp32: the sm90a kernels take bf16 or fp16")
     for tensors, dim in (("head_dim", p.head_dim), ("head_dim of v", p.head_dim_v)):
         if dim % 8 or not 16 <= dim <= limit:
-            raise Infeasible(
-                f"{tensors} {dim}: the sm90a {name} kernel takes multiples of 8 from 16 to {limit}"
-            )
+            reason = f"the sm90a {name} kernel takes multiples of 8 from 16 to {limit}"
+            raise Infeasible(reason, f"{tensors} {dim}")
 
 
 def require_score_gradients(spec: Spec, deterministic: bool) -> None:

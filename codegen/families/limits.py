@@ -36,7 +36,7 @@ def require_fp32(spec: Spec) -> None:
     p = spec.problem
     for name, dim in (("head_dim", p.head_dim), ("head_dim of v", p.head_dim_v)):
         if not 1 <= dim <= HEAD_DIM_LIMIT:
-            raise Infeasible(f"{name} {dim}: the {p.arch.value} fp32 kernels take 1 to {HEAD_DIM_LIMIT}")
+            raise Infeasible(f"the {p.arch.value} fp32 kernels take 1 to {HEAD_DIM_LIMIT}", f"{name} {dim}")
     if p.align not in (4, 8, 16):
         raise Infeasible(f"align {p.align}: must be 4, 8 or 16 bytes")
     require_words(spec)

@@ -30,7 +30,7 @@ def require_problem(spec: Spec, largest: int = HEAD_DIM_LIMIT) -> None:
         raise Infeasible(f"dtype fp32: the {p.arch.value} kernels take bf16 or fp16")
     for dim in (p.head_dim, p.head_dim_v):
         if not 1 <= dim <= largest:
-            raise Infeasible(f"head_dim {dim}: the {p.arch.value} kernels take 1 to {largest}")
+            raise Infeasible(f"the {p.arch.value} kernels take 1 to {largest}", f"head_dim {dim}")
     if p.align not in (2, 4, 8, 16):
         raise Infeasible(f"align {p.align}: must be 2, 4, 8 or 16 bytes")
     require_words(spec)

@@ -52,7 +52,7 @@ def plan(spec: Spec) -> Plan:
     widest = max(spec.problem.head_dim, spec.problem.head_dim_v)
     if widest > HEAD_DIM_LIMIT:
         raise Infeasible(
-            f"head_dim {widest}: the sm90a fp32 forward takes 1 to {HEAD_DIM_LIMIT}; sm90 takes this call"
+            f"the sm90a fp32 forward takes 1 to {HEAD_DIM_LIMIT}; sm90 takes this call", f"head_dim {widest}"
         )
     t = spec.tuning
     return _plan(spec, t, consumer_warpgroups(t.tile_m, t.tile_n, t.stages, t.ping_pong))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -458,6 +459,26 @@ def test_nothing_feasible() -> None:
                 dispatch.choose(problem, 1, 100, torch.device("cpu"), deterministic)
     with pytest.raises(ValueError, match=r"torch.float16, accepted on the CPU are"):
         dispatch.choose(replace(CPU, dtype=DType.FLOAT16), 1, 100, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("dims", "said"),
+    [
+        ({"head_dim": 257}, "head_dim 257: the cpu kernels take 1 to 256"),
+        ({"head_dim": 257, "dim_v": 300}, "head_dim 257 and 300 of v: the cpu kernels take 1 to 256"),
+        ({"dim_v": 300}, "head_dim 64 and 300 of v: head_dim 300: the cpu kernels take 1 to 256"),
+    ],
+)
+def test_a_head_dim_is_named_once_unless_v_has_its_own(dims: dict[str, int], said: str) -> None:
+    problem = replace(CPU, head_dim=64)
+    with pytest.raises(Infeasible, match=f"^q: no cpu fwd kernel for {said}$"):
+        dispatch.choose(replace(problem, **dims), 1, 100, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_infeasible_is_copied_as_for_another_process() -> None:
+    error = copy.copy(Infeasible("kernels take 1 to 256", "head_dim 300"))
+    assert (str(error), error.subject) == ("head_dim 300: kernels take 1 to 256", "head_dim 300")
+    assert str(copy.copy(Infeasible("no kernel"))) == "no kernel"
 
 
 def test_deterministic_takes_the_nearest_deterministic_variant(monkeypatch: pytest.MonkeyPatch) -> None:
