@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from itertools import product
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from itertools import combinations, product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,6 +18,7 @@ from emulator import FLAGS, PARTS, Emulated
 from mask_functions import functions, visible
 from oracle import Shape, check, draw
 from score_oracle import compare
+from spaces import part, quickly
 from strict_nvcc import SERIALISED, check_resources, compile_strictly
 from torch import Tensor
 
@@ -305,15 +306,25 @@ def test_one_text_has_each_helper_once() -> None:
         assert "load_int32_2d(p.score1, b, static_cast<unsigned>(q_idx))" in text
 
 
+TARGETS = [*product((Arch.SM80, Arch.SM90A, Arch.SM120), (DType.BFLOAT16,)), (Arch.SM80, DType.FLOAT32)]
+Compiled = tuple[tuple[Arch, DType], Direction, str]
+
+
+def pairs(case: Compiled) -> Iterator[Hashable]:
+    """Each mask and each direction on each target, and each mask in each direction."""
+    yield from combinations(case, 2)
+
+
 @pytest.mark.nvcc
-@pytest.mark.parametrize(
-    ("arch", "dtype"),
-    [*product((Arch.SM80, Arch.SM90A, Arch.SM120), (DType.BFLOAT16,)), (Arch.SM80, DType.FLOAT32)],
-    ids=lambda x: x.value,
-)
-def test_nvcc(arch: Arch, dtype: DType, nvcc: None, tmp_path: Path) -> None:
-    cases = product(Direction, ("documents", "window", "blocks"))
-    specs = [first(direction, arch, dtype, name, 128) for direction, name in cases]
+@quickly
+@pytest.mark.parametrize(("arch", "dtype"), TARGETS, ids=lambda x: x.value)
+def test_nvcc(arch: Arch, dtype: DType, quick: bool, nvcc: None, tmp_path: Path) -> None:
+    cases = part(product(TARGETS, Direction, ("documents", "window", "blocks")), quick, pairs)
+    specs = [
+        first(direction, arch, dtype, name, 128)
+        for target, direction, name in cases
+        if target == (arch, dtype)
+    ]
     log = check_resources([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
 
