@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 from functools import cache
@@ -13,7 +14,7 @@ from pathlib import Path
 import kept
 
 from attnforge.codegen.spec import Arch
-from attnforge.runtime.build.toolchain import toolchain
+from attnforge.runtime.build.toolchain import find_host_compiler, toolchain
 
 HERE = Path(__file__).parents[1] / "emulator"  # headers and programs
 KEPT = 300  # libraries; those used longest ago go first
@@ -48,6 +49,30 @@ def library(
         for old in sorted(folder.glob("*.so"), key=last_used)[:-KEPT]:
             old.unlink(missing_ok=True)
     return ctypes.CDLL(str(built))
+
+
+def unoptimising_compiler() -> Path:
+    """A C++ compiler, for $CXX, that does not optimise kernels: those of a program that tests something else.
+
+    It has a version of its own, by which the cache keeps its kernels apart. The launcher is everybody's, and compiled
+    as ever.
+    """
+    found = find_host_compiler(os.environ)
+    assert found is not None, "no C++ compiler"
+    compiler = shlex.quote(str(found))
+    text = f"""#!/bin/sh
+case "$*" in
+--version) {compiler} --version | sed '1s/$/, kernels unoptimised/' ;;
+*kernel.cpp*) exec {compiler} "$@" -O0 ;;
+*) exec {compiler} "$@" ;;
+esac
+"""
+    path = kept.directory / "unoptimising-c++"
+    with kept.lock("unoptimising"):
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            path.chmod(0o755)
+    return path
 
 
 def compiled(source: Path, flags: tuple[str, ...]) -> Path:

@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import gxx
 import pytest
 import torch
 from oracle import unions
@@ -136,8 +137,13 @@ def test_ranks_tell_apart_what_they_pass() -> None:
     assert words == [describe(x=x)["x"] for x in arguments()]
 
 
-def test_four_processes_are_one() -> None:
-    """Meshes of two and of four ranks, all masks, both dtypes: see the worker."""
+def test_four_processes_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meshes of two and of four ranks, all masks, both dtypes: see the worker.
+
+    What ranks exchange is tested, on small tensors. The kernels are many, and take a third of the time to compile if
+    they are not optimised.
+    """
+    monkeypatch.setenv("CXX", str(gxx.unoptimising_compiler()))
     assert "4 ranks, torch.bfloat16" in torchrun(4, WORKER, "cpu")
 
 
