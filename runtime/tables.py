@@ -301,7 +301,7 @@ def choose(
     then. Of the others, those whose spec would have to be converted (`dispatch.choose_for`), and all with another GQA
     ratio, are CONVERTED octaves farther away in criterion 6.
 
-    `rounds`: `rounds_of` the call. A backward's tuning is changed where the entry was measured with more (`spread_out`).
+    `rounds`: `rounds_of` the call. A backward's tuning changes where the entry was measured with more (`spread_out`).
     """
     of = partial(offers, visible_keys=visible_keys, deterministic=deterministic, rounds=rounds)
     for offer in of(problem, group, size, name, places):
