@@ -168,8 +168,8 @@ def show(tokens: int, setups: list[Setup]) -> float:
     """Print the rows of the table. Returns the largest difference from one GPU."""
     one, worst = setups[0], 0.0
     forward, both = median(one.forward), median(one.both)
-    cells = (str(tokens), "1", "", f"{forward:.2f}", f"{both:.2f}", "", "", f"{one.peak:.2f}", "")
-    lines = [markdown_row(cells)]
+    first = (str(tokens), "1", "", f"{forward:.2f}", f"{both:.2f}", "", "", f"{one.peak:.2f}", "")
+    lines = [markdown_row(first)]
     for cp in setups[1:]:
         wrong = difference(cp.results, [cp.attend.shard(x, dim=2) for x in one.results])  # type: ignore[attr-defined]
         worst = max(worst, wrong)
