@@ -10,10 +10,10 @@ timing. Only kernels that tables have are tried, so that few must be compiled; `
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,7 @@ def near(case: Case, direction: Direction, count: int) -> dict[str, Spec]:
         visible_keys=case.visible_keys,
         rounds=case.rounds(direction),
     )
-
-    def different() -> Iterator[tuple[str, Spec]]:
-        seen: set[str] = set()
-        for spec, _ in choices:
-            if spec.slug not in seen:
-                seen.add(spec.slug)
-                yield spec.slug, spec
-
-    return dict(islice(different(), count))
+    return {spec.slug: spec for spec in tables.different(choices, count)}
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:

@@ -314,6 +314,16 @@ def choose(
         yield spread, _reason(offer, spec, spread)
 
 
+def different(choices: Iterable[tuple[Spec, str]], count: int) -> list[Spec]:
+    """The first `count` specs of `choose` that differ."""
+    found: dict[Spec, None] = {}
+    for spec, _ in choices:
+        found.setdefault(spec)
+        if len(found) == count:
+            break
+    return list(found)
+
+
 def _reason(offer: Offer, spec: Spec, spread: Spec) -> str:
     """That of an entry, whose `spec` was changed to `spread`."""
     dropped = [what for name, what in DISPENSABLE.items() if _lacks(spec, offer.entry, name)]

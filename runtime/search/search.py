@@ -29,6 +29,7 @@ from attnforge.runtime.search.strategies import DEFAULT, STRATEGIES, UNGUIDED
 from attnforge.runtime.search.timing import Effort, Timing, effort, final_effort
 from attnforge.runtime.search.worker import Worker
 
+NEAR = 4  # kernels of the nearest entries that a search tries first
 MOST_WORKERS = 32  # parallel compilations: each needs some hundred MB
 LOST = 1.5  # a variant this many times slower than the best is timed once
 # The leaders that are timed again, interleaved: how many at most, and how far from the best if noise does not widen
@@ -410,10 +411,11 @@ def varying_knobs(specs: Sequence[Spec]) -> tuple[str, ...]:
 def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spec]:
     """The present choice of the tuned tables goes first, so that a short search never replaces it by a slower one.
 
-    For a deterministic case that is what dispatch makes of it.
+    For a deterministic case that is what dispatch makes of it; for others the kernels of the next NEAR - 1 entries
+    follow, as one of them is often faster where the case has no entry of its own (docs/experiments.md, 119).
 
-    Next comes its twin with the other `split_heads`: which of the two is faster depends mostly on the mask.
-    Either may be outside of `specs`: the entry may be of another problem or another version's space.
+    Last comes the choice's twin with the other `split_heads`: which of the two is faster depends mostly on the mask.
+    All of these may be outside of `specs`: entries may be of another problem or another version's space.
     """
     if not specs:
         return specs
@@ -423,13 +425,14 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
         target = Target(device_name, (problem.arch,))
         first = [choose_for(problem, group, case.seq_q, target, True, seen, rounds=rounds).spec]
     else:
-        offers = tables.choose(problem, group, case.seq_q, device_name, visible_keys=seen, rounds=rounds)
-        first = [next(offers, (specs[0], ""))[0]]
+        choices = tables.choose(problem, group, case.seq_q, device_name, visible_keys=seen, rounds=rounds)
+        first = tables.different(choices, NEAR) or specs[:1]
     knobs = first[0].to_json()["tuning"]
     if "split_heads" in knobs:
         knobs |= {"split_heads": 1 - knobs["split_heads"]}
         with contextlib.suppress(Infeasible):
-            first.append(tables.planned(Spec(first[0].problem, make_tuning(first[0].problem, knobs))))
+            twin = tables.planned(Spec(first[0].problem, make_tuning(first[0].problem, knobs)))
+            first += [twin] if twin not in first else []
     return first + [spec for spec in specs if spec not in first]
 
 

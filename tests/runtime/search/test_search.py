@@ -153,6 +153,16 @@ def test_what_the_tables_run_now_is_tried_first(monkeypatch: pytest.MonkeyPatch)
     assert started.space == len(list(candidates(small_case().problem(FORWARD, Arch.CPU))))
 
 
+def test_kernels_of_near_entries_come_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, four at most, then the list without them."""
+    space = list(islice(candidates(small_case().problem(FORWARD, Arch.CPU)), 12))
+    near = [space[n] for n in (7, 7, 3, 9, 3, 5, 1)]
+    monkeypatch.setattr(tables, "choose", lambda *_, **__: ((spec, "tuned") for spec in near))
+    first = [space[n] for n in (7, 3, 9, 5)]
+    order = engine._with_incumbent(space, small_case(), "dev")
+    assert order == [*first, *(spec for spec in space if spec not in first)]
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_incumbent_is_what_a_call_of_the_case_takes(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
