@@ -138,7 +138,10 @@ def resident(field: str) -> int:
 def peak(device: str) -> Iterator[Callable[[], int]]:
     """A function that returns the most bytes of the device that were taken beyond those at the beginning."""
     if device == "cpu":
-        Path("/proc/self/clear_refs").write_text("5")  # the most is now what it holds
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the most is now what it holds
+        except OSError as error:  # as in a sandbox
+            pytest.skip(f"the peak of memory cannot be reset: {error}")
         before = resident("VmRSS")
         yield lambda: resident("VmHWM") - before
     else:
