@@ -411,11 +411,12 @@ def varying_knobs(specs: Sequence[Spec]) -> tuple[str, ...]:
 def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spec]:
     """The present choice of the tuned tables goes first, so that a short search never replaces it by a slower one.
 
-    For a deterministic case that is what dispatch makes of it; for others the kernels of the next NEAR - 1 entries
-    follow, as one of them is often faster where the case has no entry of its own (docs/experiments.md, 119).
+    For a deterministic case that is what dispatch makes of it.
 
-    Last comes the choice's twin with the other `split_heads`: which of the two is faster depends mostly on the mask.
-    All of these may be outside of `specs`: entries may be of another problem or another version's space.
+    Next comes its twin with the other `split_heads`: which of the two is faster depends mostly on the mask. Then, unless
+    the case is deterministic, the kernels of the next NEAR - 1 entries: one of them is often faster where the case has
+    no entry of its own (docs/experiments.md, 119). All of these may be outside of `specs`: entries may be of another
+    problem or another version's space.
     """
     if not specs:
         return specs
@@ -432,7 +433,8 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
         knobs |= {"split_heads": 1 - knobs["split_heads"]}
         with contextlib.suppress(Infeasible):
             twin = tables.planned(Spec(first[0].problem, make_tuning(first[0].problem, knobs)))
-            first += [twin] if twin not in first else []
+            first.insert(1, twin)
+    first = list(dict.fromkeys(first))
     return first + [spec for spec in specs if spec not in first]
 
 

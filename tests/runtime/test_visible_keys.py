@@ -222,7 +222,7 @@ def test_searches_begin_with_both_owners_of_dk_and_dv() -> None:
             order = search._with_incumbent(specs, case, name)
             assert len(set(order)) == len(order)
             assert set(specs) <= set(order)
-            assert set(order[2:]) <= set(specs)
+            assert set(order[1 + search.NEAR :]) <= set(specs)
             knobs = [spec.to_json()["tuning"] for spec in order[:2]]
             assert knobs[0] == knobs[1] | {"split_heads": first}
             assert knobs[1]["split_heads"] == 1 - first
