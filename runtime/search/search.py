@@ -413,10 +413,10 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
 
     For a deterministic case that is what dispatch makes of it.
 
-    Next comes its twin with the other `split_heads`: which of the two is faster depends mostly on the mask. Then, unless
-    the case is deterministic, the kernels of the next NEAR - 1 entries: one of them is often faster where the case has
-    no entry of its own (docs/experiments.md, 119). All of these may be outside of `specs`: entries may be of another
-    problem or another version's space.
+    Next comes its twin with the other `split_heads`: which of the two is faster depends mostly on the mask. Then,
+    unless the case is deterministic, the kernels of the next NEAR - 1 entries: one of them is often faster where the
+    case has no entry of its own (docs/experiments.md, 119). All of these may be outside of `specs`: entries may be of
+    another problem or another version's space.
     """
     if not specs:
         return specs
