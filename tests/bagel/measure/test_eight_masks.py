@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from eight_masks import DOCUMENTS, HEAD, MASKS, case_of, contexts, main, node_lengths, shares
+from markdown_table import body
 from torch import Tensor
 
 from attnforge.bagel.measure import cudnn_flex, fa3
@@ -163,11 +164,7 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     monkeypatch.setattr(cudnn_flex, "planner", lambda case: lambda: attend(case))
     table = tmp_path / "table.md"
     assert main([*SIZES, "--peers", "sdpa-flash", "fa3", "cudnn-flex", "--markdown", str(table)]) == 0
-    found = [
-        line.strip("| ").split(" | ")
-        for line in table.read_text().splitlines()
-        if line[:2] == "| " and "---" not in line
-    ][1:]
+    found = body(table.read_text())
     by_mask = {
         name: ["attnforge", "sdpa-flash", *(["fa3"] if name == "causal" else []), "cudnn-flex"]
         for name in MASKS

@@ -7,6 +7,7 @@ from pathlib import Path
 import intervals
 import pytest
 import torch
+from markdown_table import body
 
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.search.case import Case
@@ -69,8 +70,7 @@ def test_rows(tmp_path: Path) -> None:
     file = tmp_path / "intervals.md"
     words = ["--length=420", "--window=100", "--seconds=0.01", "--markdown", str(file)]
     assert intervals.main([*SIZES, *words]) == 0
-    lines = [line for line in file.read_text().splitlines() if line[:2] == "| " and "---" not in line][1:]
-    found = [line.strip("| ").split(" | ") for line in lines]
+    found = body(file.read_text())
     names = (intervals.ONE, "2, cut", "2, apart")
     works = [f"{mask}, {work}" for mask in ("causal", "window of 100") for work in ("fwd", "bwd")]
     assert [row[:2] for row in found] == [[work, name] for work in works for name in names]

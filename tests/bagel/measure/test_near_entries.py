@@ -8,8 +8,10 @@ from pathlib import Path
 import near_entries
 import pytest
 import torch
+from markdown_table import body
 
 from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.markdown import markdown_row
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import tables
@@ -54,10 +56,10 @@ def test_gain_is_of_the_second_timing(
     table = tmp_path / "near.md"
     words = ["--heads", "4/2/32", "--packs", "causal/96", "--dtype", "fp32", "--device", "cpu"]
     near_entries.main([*words, "--entries", "2", "--jobs", "1", "--markdown", str(table)])
-    rows = [line for line in table.read_text().splitlines() if line.startswith("| causal/96")]
-    assert [row.split(" | ")[1] for row in rows] == ["fwd", "bwd"]
-    cells = [cell.strip() for cell in rows[0].strip("| ").split("|")]
+    rows = body(table.read_text())
+    assert [row[:2] for row in rows] == [["causal/96 4/2/32", "fwd"], ["causal/96 4/2/32", "bwd"]]
+    cells = rows[0]
     assert cells[3:6] == ["2.5000", "2.1000", "1.190"]
     assert cells[6] == asked[0][1]
     assert len(asked[1]) == 2
-    assert rows[0] in capsys.readouterr().out
+    assert markdown_row(cells) in capsys.readouterr().out

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from markdown_table import body
 from shared_prefix import HEAD, Group, cases_of, flat, main
 from torch import Tensor
 
@@ -24,11 +25,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa3, "attention", attend)  # our own kernel on FlashAttention's layout
     table = tmp_path / "table.md"
     assert main([*SIZES, "--peers", "sdpa-flash", "fa3", "--markdown", str(table)]) == 0
-    found = [
-        line.strip("| ").split(" | ")
-        for line in table.read_text().splitlines()
-        if line[:2] == "| " and "---" not in line
-    ][1:]
+    found = body(table.read_text())
     assert [tuple(row[:3]) for row in found] == [
         ("attnforge", "pack", "24"),
         ("attnforge", "batch", "42"),

@@ -263,6 +263,12 @@ def test_warm_copy_and_start_offline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(NO_JIT, "1")
     no_compiler(monkeypatch)
     wanted = warm.specs(warm.request("vit", masks=["full"]), warm.gpu_targets("NVIDIA H200", None))
+    target = dispatch.Target("NVIDIA H200", H200)
+    assert {spec.slug for spec in wanted} == {
+        dispatch.choose_for(problem, 1, 4096, target, rounds=rounds).spec.slug
+        for problem in {spec.problem for spec in wanted}
+        for rounds in range(tables.MANY + 1)
+    }
     assert {spec.problem.direction for spec in wanted} == set(Direction)
     for spec in wanted:
         entry = cache.obtain(render(spec))
