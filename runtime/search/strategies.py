@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import Spec
 
-FIRST = (
-    8  # of the list are tried first by strategies that learn: kernels of near entries, and the best guesses
-)
+FIRST = 8  # of the list are tried first by strategies that learn: near entries' kernels and the best guesses
 TREES = 100  # of a forest
 LEADERS = 3  # of which `greedy` looks for neighbours
 
