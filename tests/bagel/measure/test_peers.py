@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -26,6 +27,7 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime import mask_patterns
 from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.ops import attention
 from attnforge.runtime.search.case import Case, as_deterministic
 from attnforge.runtime.search.reference import reference, visible_rows
 from attnforge.runtime.search.timing import Timing
@@ -255,11 +257,63 @@ def test_fa3_gets_what_it_expects(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (q.shape, options["causal"], options["softmax_scale"]) == ((1, 96, 14, 64), True, 0.125)
         return q + 3
 
-    monkeypatch.setattr(fa3, "installed", lambda: True)
     monkeypatch.setitem(sys.modules, fa3.MODULE, SimpleNamespace(flash_attn_func=dense))
     case = make_case(*TINY, DType.FLOAT32, CPU)
     x = case.inputs()
     torch.testing.assert_close(attention_of("fa3", case)(x.q, x.k, x.v), x.q + 3)
+
+
+def test_fa3_by_its_operators_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """xformers has them without `flash_attn_interface`: documents of a pack, with gradients."""
+    monkeypatch.setattr(fa3, "_has_interface", lambda: False)
+    library = tmp_path / fa3.LIBRARY
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(fa3, "find_spec", lambda name: found)
+    assert not fa3.installed()
+    library.parent.mkdir()
+    library.write_bytes(b"")
+    assert fa3.installed()
+    standin = Operators()
+    monkeypatch.setattr(fa3, "operators", lambda: standin)
+    case = as_deterministic(make_case(*TINY, DType.FLOAT32, CPU))
+    x = case.inputs()
+    leaves = [tensor.requires_grad_() for tensor in (x.q, x.k, x.v)]
+    calls = (fa3.attention(case), lambda q, k, v: attention(q, k, v, Causal(), scale=case.scale))
+    outs = [call(*leaves) for call in calls]
+    torch.testing.assert_close(*outs)
+    gradients = [torch.autograd.grad(out, leaves, x.dout) for out in outs]
+    torch.testing.assert_close(*gradients)
+    window = {"window_size_left": -1, "window_size_right": -1}
+    common = {"softmax_scale": case.scale, "is_causal": True, **window}
+    assert standin.seen == [
+        {"num_splits": 1, "pack_gqa": None, **common},
+        {"deterministic": True, **common},
+    ]
+
+
+class Operators:
+    """torch.ops.flash_attn_3 of causal batches, and the options that it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def fwd(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        self.seen.append(options)
+        return _causal(q, k, v), q.new_zeros(()), q.new_zeros(()), q.new_zeros(())
+
+    def bwd(self, dout: Tensor, *saved: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> None:
+        self.seen.append(options)
+        leaves = [x.detach().requires_grad_() for x in saved[:3]]
+        with torch.enable_grad():
+            found = torch.autograd.grad(_causal(*leaves), leaves, dout)
+        for to, gradient in zip((dq, dk, dv), found, strict=True):
+            to.copy_(gradient)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of (B, S, H, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def test_fa3_operators_of_either_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +325,7 @@ def test_fa3_operators_of_either_package(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("attnforge.bagel.measure.fa3.importlib.import_module", loaded.append)
     for there, name in ((True, fa3.MODULE), (False, "xformers")):
         loaded.clear()
-        monkeypatch.setattr(fa3, "installed", lambda there=there: there)
+        monkeypatch.setattr(fa3, "_has_interface", lambda there=there: there)
         for _ in range(2):
             assert fa3.operators() is torch.ops.flash_attn_3
         assert loaded == [name]
@@ -280,7 +334,7 @@ def test_fa3_operators_of_either_package(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_fa3_operators_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a package, with a library that is none, and with one that has other operators."""
     monkeypatch.setattr(fa3, "_loaded", lambda: False)
-    monkeypatch.setattr(fa3, "installed", lambda: False)
+    monkeypatch.setattr(fa3, "_has_interface", lambda: False)
     monkeypatch.setattr(fa3, "find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="not installed: pip install --no-deps xformers"):
         fa3.operators()
@@ -317,7 +371,6 @@ def test_fa3_gets_a_softcap_only_if_there_is_one(monkeypatch: pytest.MonkeyPatch
         seen.append(options)
         return q
 
-    monkeypatch.setattr(fa3, "installed", lambda: True)
     monkeypatch.setitem(sys.modules, fa3.MODULE, SimpleNamespace(flash_attn_func=dense))
     case = make_case(*TINY, DType.FLOAT32, CPU)
     x = case.inputs()
@@ -360,7 +413,6 @@ def test_flash_attention_gets_windows(monkeypatch: pytest.MonkeyPatch) -> None:
         out: Tensor = q + left + 100 * right
         return out
 
-    monkeypatch.setattr(fa3, "installed", lambda: True)
     monkeypatch.setitem(
         sys.modules, fa3.MODULE, SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=dense)
     )
