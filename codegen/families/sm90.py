@@ -99,11 +99,6 @@ def plan(spec: Spec) -> Plan:
     consumers = consumer_warpgroups(t.tile_m, t.tile_n, t.stages, t.ping_pong)
     if t.splits:
         return _split(spec, t, consumers)
-    if p.intervals > 2 and consumers > 2:
-        raise Infeasible(
-            f"intervals {p.intervals}: their bounds do not fit in the registers of {consumers} consumer warpgroups; "
-            "set tile_m to 128 or less"
-        )
     if _reads_several(p) and consumers > 2:
         raise Infeasible(
             f"score: reads {len(p.score.tensors)} tensors, whose addresses do not fit in the registers of {consumers} "
@@ -437,8 +432,6 @@ DENSE = (
 )
 
 
-# Of three or four intervals, whose bounds take registers; where V has a head_dim of its own, of fewer.
-INTERVALS = Sm90Forward(128, 128, 2, False, True, True, False)
 # Of scores that read several tensors, whose addresses take more; the tiles that spill least.
 # The keys say whether the mask is causal.
 TENSORS = {
@@ -453,8 +446,6 @@ def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     own_long = problem.dim_v and problem.largest_dim > 128
     if _reads_several(problem):
         yield TENSORS[problem.mask is Mask.CAUSAL]
-    if problem.intervals > 2 or (problem.dim_v and problem.unions):
-        yield INTERVALS
     if own_long:
         # What finds the bits of a dense mask takes registers that Q would be kept in.
         yield from (t for t in OWN_LONG if not (t.q_in_regs and problem.mask is Mask.DENSE))
