@@ -213,6 +213,11 @@ class Problem:
         return self.dim_v or self.head_dim
 
     @property
+    def head_dims(self) -> str:
+        """In words."""
+        return f"head_dim {self.head_dim}" + (f" and {self.dim_v} of v" if self.dim_v else "")
+
+    @property
     def largest_dim(self) -> int:
         """The larger of the two head dims: what guesses and limits go by."""
         return max(self.head_dim, self.head_dim_v)

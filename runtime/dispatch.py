@@ -108,7 +108,7 @@ def choose_for(
         if strict := _deterministic(spec, group):
             return Choice(strict, f"{reason}; {CONVERTED}")
     archs = " or ".join(arch.value for arch in target.archs)
-    what = f"{archs} {problem.direction.value} kernel for {_head_dims(problem)}"
+    what = f"{archs} {problem.direction.value} kernel for {problem.head_dims}"
     if deterministic and next(_offers(problem, group, size, target, visible_keys, False, rounds), None):
         if problem.score.wanted:
             raise Infeasible(SCORE_GRADIENTS_IN_ANY_ORDER)
@@ -118,13 +118,9 @@ def choose_for(
     raise Infeasible(f"q: no {what}: {refused.reason if named else refused}")
 
 
-def _head_dims(problem: Problem) -> str:
-    return f"head_dim {problem.head_dim}" + (f" and {problem.dim_v} of v" if problem.dim_v else "")
-
-
 def _in_words(problem: Problem) -> str:
     """What an entry has to agree with."""
-    return f"{problem.arch.value} {problem.dtype.value} {problem.direction.value}, {_head_dims(problem)}"
+    return f"{problem.arch.value} {problem.dtype.value} {problem.direction.value}, {problem.head_dims}"
 
 
 def _offers(

@@ -8,7 +8,6 @@ is never written unless a maintainer names it. Tables in `modelled/<arch>.json` 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -17,7 +16,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain, combinations, product
 from operator import attrgetter, ne
@@ -45,10 +44,21 @@ _same = attrgetter(*(f.attribute for f in PROBLEM_FIELDS if f.match == "same"))
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near" and f.attribute != "score")
 _near = attrgetter(*_NEAR)
 # Parts of the distance of an entry from a call; lengths, keys and ratios in octaves, "device" 0, or 1 and more for
-# another one.
+# another one. "head_dim" is `head_dim_distance`; only where a head_dim has no entries do others count.
 # "shape" is the sum of the lengths' and the visible keys' distances, and of CONVERTED if the call is deterministic and
 # the entry's kernel is not, or was found for another GQA ratio.
-DISTANCES = (*_NEAR, "score", "long lists", "shape", "length", "GQA ratio", "rounds", "device", "speed")
+DISTANCES = (
+    "head_dim",
+    *_NEAR,
+    "score",
+    "long lists",
+    "shape",
+    "length",
+    "GQA ratio",
+    "rounds",
+    "device",
+    "speed",
+)
 _NUMBER = re.compile(r"\b\d+(\.\d*)?(e[+-]?\d+)?")  # in a score's text
 UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry without that number
 # Octaves that count for an entry whose kernel is not deterministic where a call is: its deterministic variant may lose
@@ -58,6 +68,8 @@ CONVERTED = 6
 FEW_TILES = "changed for fewer rounds of work tiles, not measured"  # ends the reason of a choice
 MANY = 8  # rounds of a call (`rounds_of`), beyond which their number no longer matters
 ROWS = 128  # of a tile, to count rounds
+DEPTH = 16  # columns of a step of a product; rows are padded to a multiple of it
+WIDER = 2  # times as wide may the rows of an entry be that stands in for a head_dim without entries
 # Knobs of a backward without which it computes more problems (`planned`), and what they stand for.
 DISPENSABLE = {
     "persistent": "persistent blocks",
@@ -260,9 +272,7 @@ def _keeps(present: Iterable[Tuned], entry: Tuned, beside: Collection[Spec]) -> 
 def _older_keys(entry: Tuned) -> set[str]:
     """Keys that an entry of the same case had before entries knew their visible keys, or rounds."""
     kinds = product({0, entry.visible_keys}, {MANY, entry.rounds})
-    return {dataclasses.replace(entry, visible_keys=seen, rounds=rounds).key for seen, rounds in kinds} - {
-        entry.key
-    }
+    return {replace(entry, visible_keys=seen, rounds=rounds).key for seen, rounds in kinds} - {entry.key}
 
 
 def choose(
@@ -281,7 +291,8 @@ def choose(
     places: folders of tables, `folders()` if not given.
 
     An entry counts if its problem has the call's element size and agrees with it in all fields but mask, dtype, score
-    and alignment. Its tuning is then planned for the call (`replanned`). Entries are sorted by these criteria:
+    and alignment. If there is none, those of other head dims stand in (`_stand_ins`), the nearest head_dim first. The
+    entry's tuning is then planned for the call (`replanned`). Entries are sorted by these criteria:
 
     1. measured before modelled; 2. the same mask; 3. the same dtype;
     4. the nearest score: the same, the same formula with other numbers, none, another one;
@@ -429,6 +440,11 @@ class Offer:
         return self.rank == 2
 
     @property
+    def stands_in(self) -> bool:
+        """Is the entry of another head_dim, which has no entries itself?"""
+        return self.distance[0] > 0
+
+    @property
     def reason(self) -> str:
         """Why this entry's kernel was chosen."""
         verb = "modelled, not measured," if self.modelled else "tuned"
@@ -437,7 +453,8 @@ class Offer:
         rows += f", {entry.rounds} rounds" if entry.rounds < MANY else ""
         strict = ", deterministic" if entry.deterministic else ""
         elsewhere = "; of another device, not measured on this one" if self.rank == 1 else ""
-        return f"{verb} as {entry.spec.slug} for {rows}{strict} ({self.path.name}){elsewhere}"
+        head_dim = f"; entry of {entry.spec.problem.head_dims}" if self.stands_in else ""
+        return f"{verb} as {entry.spec.slug} for {rows}{strict} ({self.path.name}){elsewhere}{head_dim}"
 
 
 def offers(
@@ -518,7 +535,7 @@ def _counting(problem: Problem, name: str, places: Iterable[Path] | None) -> Seq
         files = tuple(chain.from_iterable(_files(name, problem.arch, place) for place in where))
         if held is not None:
             held[key] = files
-    return _by_class(files).get(_class_of(problem), ())
+    return _by_class(files).get(_class_of(problem)) or _stand_ins(files, replace(problem, score=ScoreMod()))
 
 
 def _class_of(problem: Problem) -> tuple[Any, ...]:
@@ -538,6 +555,41 @@ def _by_class(files: tuple[_File, ...]) -> dict[tuple[Any, ...], list[_Ranked]]:
                 seen.add(cls)
                 found.setdefault(_class_of(entry.spec.problem), []).append((rank, path, entry))
     return found
+
+
+@lru_cache(maxsize=256)
+def _stand_ins(files: tuple[_File, ...], problem: Problem) -> list[_Ranked]:
+    """The entries of other head dims that count where that of the call has none: measured, of the same family and mask.
+
+    Their rows are padded to as many columns as the call's, or to more, up to WIDER times as many: tiles that were found
+    for narrower rows may not fit, or spill.
+    """
+    return [
+        (rank, path, entry)
+        for ranked in _by_class(files).values()
+        if _alike(ranked[0][2].spec.problem, problem)
+        for rank, path, entry in ranked
+        if rank < 2 and entry.spec.problem.mask is problem.mask
+    ]
+
+
+def _alike(tuned: Problem, problem: Problem) -> bool:
+    """Do problems differ in the head dims alone, as far as `_class_of` goes, and so that one may stand in?"""
+    same = (tuned.direction, tuned.arch, tuned.family) == (problem.direction, problem.arch, problem.family)
+    return same and tuned.dtype.bytes == problem.dtype.bytes and head_dim_distance(tuned, problem) < math.inf
+
+
+def head_dim_distance(tuned: Problem, problem: Problem) -> float:
+    """0 for the same head dims, else how far those of an entry are from the call's; inf if they cannot stand in."""
+    return _wider(tuned.head_dim, problem.head_dim) + _wider(tuned.head_dim_v, problem.head_dim_v)
+
+
+def _wider(tuned: int, dim: int) -> float:
+    """Below 1 for rows that are padded to the same width, then 1 and the octaves between them; inf beyond WIDER."""
+    width, own = (-(-columns // DEPTH) for columns in (tuned, dim))
+    if width == own:
+        return abs(tuned - dim) / DEPTH
+    return 1 + math.log2(width / own) if own < width <= WIDER * own else math.inf
 
 
 def _files(name: str, arch: Arch, directory: Path) -> Iterator[_File]:
@@ -577,6 +629,7 @@ def _distance(
     )
     may_be_long = problem.mask.listed and visible_keys <= 0  # lists of queries that see a key tile
     return (
+        head_dim_distance(tuned, problem),
         *map(ne, _near(tuned), _near(problem)),
         _score_distance(tuned.score, problem.score),
         # No deterministic kernel divides lists.

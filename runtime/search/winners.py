@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from attnforge import __version__
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Spec
 from attnforge.runtime import tables
 from attnforge.runtime.export import revision
+from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.search import Finished
 from attnforge.runtime.tables import Tuned
 
@@ -66,22 +69,49 @@ def _entry(finished: Finished, env: dict[str, str]) -> Tuned:
     if winner is None:
         raise ValueError(f"{case.name}: no variant worked, so there is no winner to save")
     notes = {
-        "case": case.name,
         "variants": len(finished.ranked) + len(finished.failed),
         "registers": winner.registers,
         "spill_bytes": winner.spill_bytes,
         "shared_bytes": winner.shared_bytes,
         "interval_ms": [round(winner.low_ms, 4), round(winner.high_ms, 4)],
         **({"warnings": list(finished.conditions.warnings)} if finished.conditions.warnings else {}),
+    }
+    return entry_of(case, winner.spec, winner.ms, winner.tflops, notes, env, finished.conditions.facts)
+
+
+def entry_of(
+    case: Case,
+    spec: Spec,
+    ms: float,
+    tflops: float,
+    notes: Mapping[str, Any],
+    env: Mapping[str, str],
+    facts: Mapping[str, str] | None = None,
+) -> Tuned:
+    """The entry of a kernel that took `ms` for a case: its class, speed and provenance.
+
+    notes, env and facts are for readers: what was measured, `journal.environment`, and conditions of the run.
+    """
+    provenance = {
+        "case": case.name,
+        **notes,
         **{name: value for name, value in env.items() if name != "device"},
-        **finished.conditions.facts,
+        **(facts or {}),
         "attnforge": _version(),
         "date": datetime.now(timezone.utc).date().isoformat(),
     }
-    ms, tflops = round(winner.ms, 4), round(winner.tflops, 3)
-    group = case.heads_q // case.heads_kv
-    seen, rounds = abs(case.visible_keys), case.rounds(winner.spec.problem.direction)
-    return Tuned(winner.spec, group, case.seq_q, ms, tflops, notes, seen, case.deterministic, rounds)
+    direction = spec.problem.direction
+    return Tuned(
+        spec,
+        case.heads_q // case.heads_kv,
+        case.seq_q,
+        round(ms, 4),
+        round(tflops, 3),
+        provenance,
+        abs(case.visible_keys),
+        case.deterministic,
+        case.rounds(direction),
+    )
 
 
 def _version() -> str:

@@ -6,8 +6,9 @@ import copy
 import json
 import logging
 import os
+import re
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, deterministic_candidates
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 from attnforge.runtime import dispatch, kernels, tables
 from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.tables import Tuned
@@ -150,12 +151,109 @@ def test_other_hopper_gpus_take_the_nearest_chips_entries(name: str, nearest: st
 def test_entries_of_other_kinds_do_not_count(tmp_path: Path) -> None:
     tables.save(H200, entries(PROBLEM, 2), tmp_path)
     for other in (
-        replace(PROBLEM, head_dim=64),
+        replace(PROBLEM, head_dim=192),
         replace(PROBLEM, direction=Direction.BACKWARD),
         replace(PROBLEM, arch=Arch.SM80),
         CPU,
     ):
         assert chosen(other, tmp_path) == []
+
+
+HOPPER = replace(PROBLEM, arch=Arch.SM90A, head_dim=80, mask=Mask.FULL)
+
+
+def of_head_dim(head_dim: int, tuning: Tuning, dim_v: int = 0, size: int = 1024, **changes: Any) -> Tuned:
+    """An entry of HOPPER with other head dims."""
+    problem = replace(HOPPER, head_dim=head_dim, dim_v=dim_v, **changes)
+    return Tuned(Spec(problem, tuning), 7, size, 1.0, 100.0)
+
+
+def test_a_head_dim_without_entries_takes_those_of_the_nearest(tmp_path: Path) -> None:
+    """First those whose rows are padded alike, then wider ones; not narrower ones, nor more than twice as wide."""
+    tunings = [spec.tuning for spec in candidates(HOPPER)][:7]
+    for head_dim, tuning in zip((128, 64, 72, 192, 96, 80), tunings[:5], strict=False):
+        tables.save(H200, [of_head_dim(head_dim, tuning, size=1 << 20 if head_dim == 72 else 1024)], tmp_path)
+    tables.save(OTHER, [of_head_dim(72, tunings[5])], tmp_path)
+    assert [spec.tuning for spec in chosen(HOPPER, tmp_path)] == [tunings[i] for i in (5, 2, 4, 0)]
+    assert all(spec.problem == HOPPER for spec in chosen(HOPPER, tmp_path))
+    tables.save(H200, [of_head_dim(80, tunings[6], mask=Mask.CAUSAL)], tmp_path)
+    assert [spec.tuning for spec in chosen(HOPPER, tmp_path)] == [tunings[6]], "it has an entry now"
+
+
+def test_what_does_not_stand_in_for_a_head_dim(tmp_path: Path) -> None:
+    """Entries of other masks, of other kernels, and modelled ones; infeasible ones are passed over."""
+    tuning = next(candidates(HOPPER)).tuning
+    backward = replace(HOPPER, direction=Direction.BACKWARD, head_dim=112)
+    wide = next(candidates(replace(backward, head_dim=192)))
+    tall = replace(tuning, tile_n=176)
+    kept = [
+        of_head_dim(96, tuning, mask=Mask.CAUSAL),
+        Tuned(wide, 7, 1024, 1.0, 100.0),
+        of_head_dim(96, tall),
+    ]
+    tables.save(H200, kept, tmp_path)
+    tables.save("sm90a", [of_head_dim(96, tuning)], tmp_path / tables.MODELLED)
+    assert chosen(HOPPER, tmp_path) == []
+    assert chosen(backward, tmp_path) == []
+    assert [spec.tuning for spec in chosen(replace(HOPPER, mask=Mask.CAUSAL), tmp_path)] == [tuning]
+
+
+def test_both_head_dims_of_an_entry_that_stands_in_count(tmp_path: Path) -> None:
+    backward = replace(HOPPER, direction=Direction.BACKWARD, head_dim=176, dim_v=96)
+    tunings = [spec.tuning for spec in islice(candidates(replace(backward, head_dim=256, dim_v=0)), 4)]
+    dims = (256, 128), (192, 128), (192, 0), (192, 64)
+    entries_of_dims = [
+        of_head_dim(*pair[:1], tuning, pair[1], direction=Direction.BACKWARD)
+        for pair, tuning in zip(dims, tunings, strict=True)
+    ]
+    tables.save(H200, entries_of_dims, tmp_path)
+    assert [spec.tuning for spec in chosen(backward, tmp_path)] == [tunings[i] for i in (1, 0)]
+    (_, reason), *_ = tables.choose(backward, 7, 1024, H200, [tmp_path])
+    assert reason.endswith("(nvidia-h200.json); entry of head_dim 192 and 128 of v")
+
+
+def test_a_backward_that_stands_in_is_spread_out_and_made_deterministic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_tables_of(tmp_path, monkeypatch)
+    backward = replace(HOPPER, direction=Direction.BACKWARD)
+    tuning = Sm90Backward(64, 128, 3, 2, False, 1, False, False)
+    tables.save(H200, [of_head_dim(72, tuning, direction=Direction.BACKWARD)], tmp_path)
+    (spec, reason), *_ = tables.choose(backward, 7, 1024, H200, rounds=0)
+    assert spec == Spec(backward, replace(tuning, split_heads=True))
+    assert reason.endswith(f"; entry of head_dim 72; {tables.FEW_TILES}")
+    strict = dispatch.choose_for(backward, 7, 1024, dispatch.Target(H200, (Arch.SM90A,)), deterministic=True)
+    assert strict.spec == Spec(backward, replace(tuning, deterministic=True))
+    assert strict.reason.endswith(f"; entry of head_dim 72; {dispatch.CONVERTED}")
+
+
+def test_rounds_of_entries_that_stand_in_matter(tmp_path: Path) -> None:
+    tuning = next(candidates(HOPPER)).tuning
+    tables.save(H200, [replace(of_head_dim(96, tuning), rounds=3)], tmp_path)
+    assert tables.rounds_that_matter(HOPPER, 7, H200, [tmp_path]) == (3, tables.MANY)
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("name", [H200, OTHER])
+def test_every_head_dim_has_a_kernel_by_the_packages_tables(name: str, direction: Direction) -> None:
+    """Its own entries' or others', and never one of rows that are narrower than its own."""
+    target = dispatch.Target(name, (Arch.SM90A, Arch.SM90))
+    own = {
+        entry.spec.problem.head_dim
+        for other in (H200, OTHER)
+        for entry in tables.load(other, tables.PACKAGED)
+    }
+    taken = set()
+    for head_dim, mask in product(range(16, 257, 8), (Mask.FULL, Mask.CAUSAL, Mask.SPANS)):
+        problem = replace(HOPPER, direction=direction, head_dim=head_dim, mask=mask)
+        choice = dispatch.choose_for(problem, 1, 4096, target, visible_keys=300, rounds=3)
+        assert choice.spec.problem == problem
+        if head_dim in own and "entry of" not in choice.reason:
+            continue
+        if match := re.search(r"entry of head_dim (\d+)", choice.reason):
+            taken.add(head_dim)
+            assert -(-int(match[1]) // 16) >= -(-head_dim // 16)
+    assert {32, 40, 48, 80, 112, 120, 160, 224} <= taken
 
 
 def test_the_nearest_ratio_is_the_one_with_the_nearest_quotient(tmp_path: Path) -> None:
