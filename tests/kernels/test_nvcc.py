@@ -18,6 +18,7 @@ from attnforge.codegen.modules import mask_kernels
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime import tables
 from attnforge.runtime.build import toolchain
 
 pytestmark = [pytest.mark.nvcc, pytest.mark.usefixtures("nvcc")]
@@ -81,6 +82,23 @@ def test_float32_defaults_compile_cleanly(arch: Arch, head_dims: tuple[int, ...]
         ],
         tmp_path,
     )
+
+
+@pytest.mark.parametrize(
+    "mask", [pytest.param(Mask.CAUSAL, marks=pytest.mark.slow), Mask.FULL], ids=lambda mask: mask.value
+)
+@pytest.mark.parametrize(
+    "head_dims", [pytest.param((40, 112, 120, 224), marks=pytest.mark.slow, id="others"), (80, 160)]
+)
+def test_kernels_found_for_other_head_dims_compile_cleanly(
+    head_dims: tuple[int, ...], mask: Mask, tmp_path: Path
+) -> None:
+    """What the package's tables have for a call of a head_dim without entries."""
+    specs = []
+    for direction, dim in product(Direction, head_dims):
+        problem = Problem(direction, Arch.SM90A, DType.BFLOAT16, dim, mask)
+        specs.append(next(tables.choose(problem, 1, 4096, "NVIDIA H100 80GB HBM3", [tables.PACKAGED]))[0])
+    check_hopper(specs, tmp_path)
 
 
 @pytest.mark.parametrize("arch", [Arch.SM80, Arch.SM90A], ids=lambda arch: arch.value)

@@ -202,12 +202,10 @@ def test_both_head_dims_of_an_entry_that_stands_in_count(tmp_path: Path) -> None
     backward = replace(HOPPER, direction=Direction.BACKWARD, head_dim=176, dim_v=96)
     tunings = [spec.tuning for spec in islice(candidates(replace(backward, head_dim=256, dim_v=0)), 4)]
     dims = (256, 128), (192, 128), (192, 0), (192, 64)
-    entries_of_dims = [
-        of_head_dim(*pair[:1], tuning, pair[1], direction=Direction.BACKWARD)
-        for pair, tuning in zip(dims, tunings, strict=True)
-    ]
-    tables.save(H200, entries_of_dims, tmp_path)
-    assert [spec.tuning for spec in chosen(backward, tmp_path)] == [tunings[i] for i in (1, 0)]
+    for (head_dim, dim_v), tuning in zip(dims, tunings, strict=True):
+        entry = of_head_dim(head_dim, tuning, dim_v, direction=Direction.BACKWARD)
+        tables.save(H200, [entry], tmp_path)
+    assert [spec.tuning for spec in chosen(backward, tmp_path)] == [tunings[i] for i in (1, 0, 2)]
     (_, reason), *_ = tables.choose(backward, 7, 1024, H200, [tmp_path])
     assert reason.endswith("(nvidia-h200.json); entry of head_dim 192 and 128 of v")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from markdown_table import body
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.markdown import markdown_row
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import tables
 from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.search.timing import Timing
+from attnforge.runtime.search.verify import WrongResult
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -42,24 +44,103 @@ def test_each_kernel_once_and_the_nearest_first(filled: None) -> None:
     assert len(near_entries.near(case, Direction.FORWARD, 1)) == 1
 
 
+class MadeUp:
+    """Times in place of measured ones: kernels by their place in the first timing, "chosen" as given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: float, second: float) -> None:
+        self.asked: list[list[str]] = []
+        self.chosen = first, second
+        monkeypatch.setattr(near_entries, "measure_interleaved", self)
+
+    def __call__(self, calls: dict[str, object], *rest: object) -> dict[str, Timing]:
+        self.asked.append(list(calls))
+        names = self.asked[-1] if len(self.asked) % 2 else self.asked[-2]
+        times = {name: 2.0 + 0.1 * names.index(name) for name in calls}
+        times[near_entries.CHOSEN] = self.chosen[1 - len(self.asked) % 2]
+        return {name: Timing.of([times[name]]) for name in calls}
+
+
+WORDS = ("--dtype", "fp32", "--device", "cpu", "--jobs", "1")
+
+
 def test_gain_is_of_the_second_timing(
     filled: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    asked: list[list[str]] = []
-
-    def made_up(calls: dict[str, object], *rest: object) -> dict[str, Timing]:
-        asked.append(list(calls))
-        times = {"chosen": 3.0} if len(asked) % 2 else {"chosen": 2.5}
-        return {name: Timing.of([times.get(name, 2.0 + 0.1 * n)]) for n, name in enumerate(calls)}
-
-    monkeypatch.setattr(near_entries, "measure_interleaved", made_up)
+    made_up = MadeUp(monkeypatch, 3.0, 2.5)
     table = tmp_path / "near.md"
-    words = ["--heads", "4/2/32", "--packs", "causal/96", "--dtype", "fp32", "--device", "cpu"]
-    near_entries.main([*words, "--entries", "2", "--jobs", "1", "--markdown", str(table)])
+    words = [*WORDS, "--heads", "4/2/32", "--packs", "causal/96", "--entries", "2", "--markdown", str(table)]
+    near_entries.main(words)
     rows = body(table.read_text())
     assert [row[:2] for row in rows] == [["causal/96 4/2/32", "fwd"], ["causal/96 4/2/32", "bwd"]]
     cells = rows[0]
-    assert cells[3:6] == ["2.5000", "2.1000", "1.190"]
-    assert cells[6] == asked[0][1]
-    assert len(asked[1]) == 2
+    assert cells[3:7] == ["2.5000", "-", "2.1000", "1.190"]
+    assert cells[7] == made_up.asked[0][1]
+    assert len(made_up.asked[1]) == 2
     assert markdown_row(cells) in capsys.readouterr().out
+
+
+def test_a_head_dim_without_entries_is_timed_with_those_of_others(filled: None) -> None:
+    """Of wider and narrower rows, beside the first guess, which dispatch takes where rows are narrower."""
+    case = make_case("causal/900", "4/2/24", DType.FLOAT32, CPU)
+    wider = near_entries.job_of(case, Direction.FORWARD, 10)
+    there = replace(PROBLEM, head_dim=24)
+    guess = next(candidates(there))
+    assert wider.chosen == Spec(there, SECOND.tuning).slug, "as 32 columns are the same width"
+    assert wider.first_guess == guess.slug
+    assert {spec.tuning for spec in wider.specs.values()} == {FIRST.tuning, SECOND.tuning, guess.tuning}
+    case = make_case("causal/900", "4/2/64", DType.FLOAT32, CPU)
+    narrower = near_entries.job_of(case, Direction.FORWARD, 10)
+    assert narrower.chosen == narrower.first_guess == next(candidates(replace(PROBLEM, head_dim=64))).slug
+    assert {FIRST.tuning, SECOND.tuning} <= {spec.tuning for spec in narrower.specs.values()}
+    assert len(near_entries.job_of(case, Direction.FORWARD, 2).specs) == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "wins"), [(3.0, 2.5, True), (3.0, 2.11, False), (1.0, 1.0, False)]
+)
+def test_the_winner_becomes_an_entry(
+    first: float,
+    second: float,
+    wins: bool,
+    filled: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Verified; the choice if nothing gains 2 %."""
+    made_up = MadeUp(monkeypatch, first, second)
+    out = tmp_path / "out"
+    job = near_entries.job_of(make_case("causal/96", "4/2/24", DType.FLOAT32, CPU), Direction.FORWARD, 10)
+    fastest = job.specs[next(iter(job.specs))]
+    monkeypatch.setattr(near_entries, "jobs_of", lambda args: [replace(job, chosen=list(job.specs)[1])])
+    near_entries.main([*WORDS, "--table-out", str(out)])
+    (entry,) = tables.load(tables.device_name(CPU), out)
+    assert entry.spec == (fastest if wins else job.specs[list(job.specs)[1]])
+    assert (entry.group, entry.size, entry.ms) == (2, 96, 2.1 if wins else second)
+    assert entry.tflops == pytest.approx(job.case.flops(Direction.FORWARD) / entry.ms / 1e9, abs=1e-3)
+    assert made_up.asked[0][0] == near_entries.CHOSEN
+
+
+def test_a_wrong_kernel_becomes_no_entry(
+    filled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Wrong:
+        def __init__(self, *of: object) -> None: ...
+
+        def verify(self, handle: int) -> None:
+            raise WrongResult("out: holds NaN or infinity")
+
+    MadeUp(monkeypatch, 3.0, 2.5)
+    monkeypatch.setattr(near_entries, "Bench", Wrong)
+    words = ["--call", "4/2/24", "causal/96", "--table-out", str(tmp_path / "out")]
+    near_entries.main([*WORDS, *words])
+    assert "is wrong: out: holds NaN or infinity" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_are_whole_head_dims() -> None:
+    words = ["16/16/80 causal/8 causal/9 causal/10", "8/8/40 full/8", "8/8/80 full/8", "8/8/64 full/8 full/9"]
+    pairs = [(line.split()[0], pack) for line in words for pack in line.split()[1:]]
+    cases = [make_case(pack, heads, DType.FLOAT32, CPU) for heads, pack in pairs]
+    shares = [near_entries.share(cases, part, 2) for part in range(2)]
+    assert [{case.head_dim for case in share} for share in shares] == [{80}, {40, 64}]
+    assert sum(map(len, shares)) == len(cases)
