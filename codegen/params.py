@@ -10,6 +10,7 @@ from attnforge.codegen.score import MAX_TENSORS
 
 # Bumped whenever the table below or the launch protocol changes meaning: part of the cache key.
 ABI = 6
+SCORE_WORDS = 10  # of a row of score_bins: kBinWords of templates/common/score_bins.h.jinja
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Field:
     text: str
 
 
+_BINS = "(elements of t{0}, {1}) exact sums for dscore{0}; null: one addition an element"
 FIELDS: tuple[Field, ...] = (
     Field(TENSOR.name, "q", "(batch, heads_q, seq_q, head_dim)"),
     Field(TENSOR.name, "k", "(batch, heads_kv, seq_k, head_dim)"),
@@ -64,6 +66,7 @@ FIELDS: tuple[Field, ...] = (
     Field(MASK.name, "dense", "dense mask as bytes, 1 where query i sees key j; or mask_bits"),
     *(Field(SCORE.name, f"score{i}", f"t{i} of the score's formula") for i in range(MAX_TENSORS)),
     *(Field(SCORE.name, f"dscore{i}", f"gradient of t{i}, float32, its shape") for i in range(MAX_TENSORS)),
+    *(Field("unsigned long long*", f"score_bins{i}", _BINS.format(i, SCORE_WORDS)) for i in range(MAX_TENSORS)),
     Field("const unsigned*", "mask_bits", "(mask_planes, seq_q, mask_words) dense mask as bits; or dense"),
     Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
     Field("const int*", "ends", "(seq_k)"),
@@ -194,10 +197,13 @@ def header() -> str:
             "#pragma once",
             "",
             "#include <cstddef>",
+            "#include <cstdint>",
             "",
             struct(),
             "",
             "namespace attnforge {",
+            "",
+            f"constexpr int64_t kScoreWords = {SCORE_WORDS};  // of a row of score_bins",
             "",
             "struct ParamsMember {",
             "    const char* name;",

@@ -104,6 +104,11 @@ class Plan:
         return self.spec.problem.in_planes and per_kv_head
 
     @property
+    def score_bins(self) -> bool:
+        """Are gradients of a score's tensors summed in integers (templates/common/score_bins.h.jinja)?"""
+        return self.deterministic and bool(self.spec.problem.score.wanted)
+
+    @property
     def schedule_kind(self) -> str:
         """What the kernels of the schedule are rendered from: plans with the same text share a mask's schedules."""
         if not self.schedule:

@@ -517,6 +517,15 @@ class ScoreMod(Formula):
             _read_of(program, result, x) for x in loads if int(program.nodes[x].op[5:]) in self.wanted
         )
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """`Read.axes` of each tensor; "-" where no gradient is wanted, or the formula reads it in several places."""
+        found: dict[int, list[str]] = {}
+        for read in self.reads:
+            found.setdefault(read.tensor, []).append(read.axes)
+        places = (found.get(i, []) for i in range(len(self.tensors)))
+        return tuple(axes[0] if len(axes) == 1 else "-" for axes in places)
+
     @cached_property
     def near(self) -> float | None:
         """The |score| up to which every tanh of the formula is within NEAR.limit; None if there is no such number.
@@ -579,6 +588,7 @@ class Read:
     by_distance: bool  # whether all pairs of a head and batch entry with the same kv_idx - q_idx do
     stepped: bool  # whether pairs that agree in `ScoreMod.steps` do
     apart: bool  # whether no two pairs of a head and batch entry do
+    axes: str  # of each axis the leaf that indexes it: b, h, q(_idx) or k(v_idx), . for another index
 
     @property
     def held(self) -> bool:
@@ -607,7 +617,8 @@ def _read_of(program: Program, result: int, x: int) -> Read:
     stepped = not shared and all(_direction(program, a) is not None for a in node.args)
     stepped = stepped and bool(_steps(*_tiled(program, result))[1])
     apart = {"q_idx", "kv_idx"} <= {program.nodes[a].value for a in node.args}
-    return Read(tensor, code, code_of(copy, slope), shared, by_distance, stepped, apart)
+    letters = (str(program.nodes[a].value)[0] if program.nodes[a].op == "leaf" else "." for a in node.args)
+    return Read(tensor, code, code_of(copy, slope), shared, by_distance, stepped, apart, "".join(letters))
 
 
 class _Reader:

@@ -61,6 +61,12 @@ VARIANT: tuple[Field, ...] = (
         "dtype and dimensions of what the score reads, then mask_mod",
         lambda s: tuple(f"{dtype}[{dims}]" for dtype, dims in s.plan.spec.problem.captured),
     ),
+    Field(
+        "std::vector<std::string>",
+        "score_axes",
+        "what indexes tensors of the score whose gradients are summed in integers (ScoreMod.axes)",
+        lambda s: s.plan.spec.problem.score.axes if s.plan.score_bins else (),
+    ),
     _same("int64_t", "align", "bytes that every row start must be a multiple of", f"{_PROBLEM}.align"),
     _same("int64_t", "tile_m", "queries of a tile", f"{_TUNING}.tile_m"),
     _same("int64_t", "tile_n", "keys of a tile", f"{_TUNING}.tile_n"),

@@ -32,11 +32,6 @@ from attnforge.runtime.native.launcher import launcher
 
 log = logging.getLogger("attnforge")
 
-SCORE_GRADIENTS_IN_ANY_ORDER = (  # why some calls are refused
-    "deterministic: gradients of a score's tensors are added in any order; "
-    "detach them or pass deterministic=False"
-)
-
 CONVERTED = "with deterministic sums"  # ends the reason for a kernel that no search has found
 
 _DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
@@ -110,8 +105,6 @@ def choose_for(
     archs = " or ".join(arch.value for arch in target.archs)
     what = f"{archs} {problem.direction.value} kernel for {problem.head_dims}"
     if deterministic and next(_offers(problem, group, size, target, visible_keys, False, rounds), None):
-        if problem.score.wanted:
-            raise Infeasible(SCORE_GRADIENTS_IN_ANY_ORDER)
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
     refused = first_refusal(dataclasses.replace(problem, arch=target.archs[-1]))
     named = refused.subject == f"head_dim {problem.head_dim}"  # by `what`
@@ -148,7 +141,7 @@ def _offers(
             else:
                 yield spec, reason
         count = 0
-        for spec in candidates(there):
+        for spec in candidates(there, partial(tables.fits_order, there, deterministic)):
             count += 1
             yield spec, f"first feasible of the search space, as no tuned entry fits {_in_words(there)}"
         if not count:

@@ -70,7 +70,7 @@ def explain(
 def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic: bool) -> str:
     """The first thing that puts an entry behind the one that was taken, or why it cannot be taken at all."""
     try:
-        plan = make_plan(tables.replanned(problem, offer.entry))
+        plan = make_plan(tables.replanned(problem, offer.entry, deterministic))
     except Infeasible as reason:
         return f"infeasible here: {reason}"
     if deterministic and not plan.deterministic and taken is None:

@@ -31,7 +31,7 @@ from attnforge.codegen.cost_model import bytes_per_flop
 from attnforge.codegen.families import RetiredKnob, make_plan, make_tuning, spec_from_json
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, Mask, Problem, Spec
+from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, Mask, Problem, Spec, Tuning
 from attnforge.runtime.build.atomic import replace_file
 from attnforge.runtime.build.settings import TABLES, settings
 
@@ -75,7 +75,6 @@ DISPENSABLE = {
     "persistent": "persistent blocks",
     "launch_order": "its order of blocks",
     "staging": "its places of dQ",
-    "deterministic": "deterministic sums",
 }
 
 
@@ -317,7 +316,7 @@ def choose(
     of = partial(offers, visible_keys=visible_keys, deterministic=deterministic, rounds=rounds)
     for offer in of(problem, group, size, name, places):
         try:
-            spec = replanned(problem, offer.entry)
+            spec = replanned(problem, offer.entry, deterministic)
         except Infeasible:
             continue
         few = not deterministic and rounds < offer.entry.rounds
@@ -337,14 +336,26 @@ def different(choices: Iterable[tuple[Spec, str]], count: int) -> list[Spec]:
 
 def _reason(offer: Offer, spec: Spec, spread: Spec) -> str:
     """That of an entry, whose `spec` was changed to `spread`."""
-    dropped = [what for name, what in DISPENSABLE.items() if _lacks(spec, offer.entry, name)]
+    knobs = DISPENSABLE | {"deterministic": "deterministic sums"}
+    dropped = [what for name, what in knobs.items() if _lacks(spec, offer.entry, name)]
     reason = f"{offer.reason}; without {' and '.join(dropped)}" if dropped else offer.reason
     return reason if spread is spec else f"{reason}; {FEW_TILES}"
 
 
-def replanned(problem: Problem, entry: Tuned) -> Spec:
-    """The spec of a call by the tuning of an entry, as `planned` changes it."""
-    return planned(Spec(problem, entry.spec.tuning))
+def replanned(problem: Problem, entry: Tuned, deterministic: bool = False) -> Spec:
+    """The spec of a call by the tuning of an entry, as `planned` changes it; see `fits_order` for `deterministic`."""
+    tuning = entry.spec.tuning
+    if not fits_order(problem, deterministic, tuning):
+        tuning = make_tuning(problem, tuning.to_json() | {"deterministic": 0})
+    return planned(Spec(problem, tuning))
+
+
+def fits_order(problem: Problem, deterministic: bool, tuning: Tuning) -> bool:
+    """Does a kernel sum in a fixed order only where a call asks for it, if it sums gradients of a score's tensors?
+
+    Such a kernel may be the fastest for the other gradients, but sums these in 80 bytes an element.
+    """
+    return deterministic or not (problem.score.wanted and getattr(tuning, "deterministic", False))
 
 
 def rounds_of(batch: int, heads: int, rows: int, multiprocessors: int) -> int:
@@ -400,8 +411,7 @@ def planned(spec: Spec) -> Spec:
 
     Persistent blocks take no score, no planes and no `split_heads`; without them each work tile has a block of its
     own. A `launch_order` needs deterministic blocks, one kind of mask, and either `split_heads` or none; `staging`
-    needs shared memory. Deterministic kernels cannot compute gradients of a score's tensors; without `deterministic`
-    they add in any order. Infeasible if no knob helps.
+    needs shared memory. Infeasible if no knob helps.
     """
     for dropped in _dispensable(spec):
         knobs = spec.tuning.to_json() | dict.fromkeys(dropped, 0)
@@ -420,8 +430,6 @@ def _dispensable(spec: Spec) -> Iterator[tuple[str, ...]]:
     names: list[str] = []
     if spec.problem.direction is Direction.BACKWARD:
         names = [name for name in DISPENSABLE if getattr(spec.tuning, name, 0)]
-    if not spec.problem.score.wanted:
-        names = [name for name in names if name != "deterministic"]
     return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
 
 

@@ -60,6 +60,9 @@ class CpuBackward(Tuning):
     amx: bool = knob(
         "x", "multiply in tile registers of 16 x 16 words (tdpbf16ps)", default=False, quiet=True
     )
+    deterministic: bool = knob(
+        "o", "the same bits of the gradients of a score's tensors on every run", default=False, quiet=True
+    )
 
 
 def needs_amx(spec: Spec) -> bool:
@@ -76,6 +79,8 @@ def plan(spec: Spec) -> Plan:
     assert isinstance(t, (CpuForward, CpuBackward))
     _require_problem(spec.problem, t)
     _require_blocks(spec, t)
+    if getattr(t, "deterministic", False) and not spec.problem.score.wanted:
+        raise Infeasible("deterministic: is always so without gradients of a score's tensors; set it to 0")
     forward = isinstance(t, CpuForward)
     scratch = _forward_scratch(spec, t) if isinstance(t, CpuForward) else _backward_scratch(spec, t)
     if scratch > SCRATCH_LIMIT:
@@ -92,7 +97,7 @@ def plan(spec: Spec) -> Plan:
         registers=0,
         dq_accum=not forward,
         dq_semaphore=not forward,
-        deterministic=not spec.problem.score.wanted,
+        deterministic=not spec.problem.score.wanted or getattr(t, "deterministic", False),
         bits=("q" if forward else "k") if spec.problem.packed else "",
         constants=_constants(spec, t, scratch),
     )

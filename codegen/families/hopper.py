@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from attnforge.codegen.families.family import is_feasible
-from attnforge.codegen.families.limits import SHARED_LIMIT, require_any_order
+from attnforge.codegen.families.limits import SHARED_LIMIT
 from attnforge.codegen.plan import Infeasible, Plan
 from attnforge.codegen.spec import Arch, DType, Problem, Spec, Tuning
 
@@ -62,9 +62,8 @@ def require_hopper(p: Problem, name: str, limit: int) -> None:
             raise Infeasible(reason, f"{tensors} {dim}")
 
 
-def require_score_gradients(spec: Spec, deterministic: bool) -> None:
+def require_score_gradients(spec: Spec) -> None:
     """Infeasible if a backward cannot compute the gradients of the tensors that a score captures."""
-    require_any_order(spec, deterministic)
     if spec.problem.score.wanted and not spec.problem.score.adds:
         raise Infeasible(
             "score: the sm90a backward has gradients of captured tensors only of a score plus what does not depend on "

@@ -52,14 +52,6 @@ def kept_tiles(problem: Problem) -> int:
     return int(curved(problem)) + bool(problem.score.wanted)
 
 
-def require_any_order(spec: Spec, deterministic: bool) -> None:
-    """Infeasible if a backward that adds to gradients of captured tensors in any order must be deterministic."""
-    if deterministic and spec.problem.score.wanted:
-        raise Infeasible(
-            "deterministic: gradients of a score's tensors are added in any order; pass deterministic=False"
-        )
-
-
 def require_words(spec: Spec) -> None:
     """Infeasible unless the tiles of a dense mask are whole words of its bits."""
     t = spec.tuning

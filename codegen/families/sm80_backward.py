@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from attnforge.codegen.families.family import Family
-from attnforge.codegen.families.limits import kept_tiles, require_any_order, up
+from attnforge.codegen.families.limits import kept_tiles, up
 from attnforge.codegen.families.mma import (
     REGISTERS_BESIDES,
     WarpGrids,
@@ -93,7 +93,6 @@ def plan(spec: Spec) -> Plan:
     require_problem(spec)
     require_grids(t, 16)
     require_one_order(t.split_heads, t.deterministic)
-    require_any_order(spec, t.deterministic)
     tiles, threads = Tiles.of(spec, t), t.warps * 32
     shared, registers = tiles.shared(spec, t), tiles.registers(t, kept_tiles(spec.problem))
     require_fit(spec, shared, registers, threads)

@@ -14,7 +14,6 @@ from attnforge.codegen.families.limits import (
     REGISTER_LIMIT,
     SHARED_LIMIT,
     kept_tiles,
-    require_any_order,
     require_fp32,
     require_positive,
     require_split,
@@ -189,19 +188,14 @@ def plan_backward(spec: Spec) -> Plan:
     assert isinstance(t, Fp32Backward)
     require_fp32(spec)
     _check_grids(t)
-    require_any_order(spec, t.deterministic)
     frags, threads = _gradient_frags(spec, t), t.warps * 32
     shared, registers = _backward_shared(spec, t), _backward_registers(t, frags, kept_tiles(spec.problem))
     _require_fit(spec, shared, registers, threads, t.blocks)
-    queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
     return Plan(
         spec=spec,
         template="sm80/backward_fp32.cu.jinja",
         suffix=".cu",
-        launches=(
-            Launch(f"{spec.symbol}_preprocess", queries, threads),
-            Launch(spec.symbol, ("tiles_n", "batch", heads), threads, shared),
-        ),
+        launches=_backward_launches(spec, t, shared),
         schedule=schedule_launches(spec, "tiles_n", t.deterministic),
         owner="n",
         registers=registers + REGISTERS_BESIDES,
@@ -210,6 +204,18 @@ def plan_backward(spec: Spec) -> Plan:
         deterministic=t.deterministic,
         constants=_backward_constants(spec, t, frags) | {"shared_bytes": shared},
     )
+
+
+def _backward_launches(spec: Spec, t: Fp32Backward, shared: int) -> tuple[Launch, ...]:
+    queries, heads = ("tiles_m", "batch", "heads_q"), "heads_q" if t.split_heads else "heads_kv"
+    threads = t.warps * 32
+    launches = [
+        Launch(f"{spec.symbol}_preprocess", queries, threads),
+        Launch(spec.symbol, ("tiles_n", "batch", heads), threads, shared),
+    ]
+    if t.deterministic and spec.problem.score.wanted:  # Plan.score_bins
+        launches.append(Launch(f"{spec.symbol}_postprocess", queries, threads))
+    return tuple(launches)
 
 
 def _gradient_frags(spec: Spec, t: Fp32Backward) -> dict[str, int]:

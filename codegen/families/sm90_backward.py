@@ -93,7 +93,7 @@ def plan(spec: Spec) -> Plan:
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90Backward)
     require_hopper(p, "backward", 128)
-    require_score_gradients(spec, t.deterministic)
+    require_score_gradients(spec)
     if p.in_planes and not t.split_heads:
         what = "dense mask" if p.mask is Mask.DENSE else "planes of spans"
         raise Infeasible(f"{what}: needs split_heads, because q heads of a group may visit different tiles")

@@ -117,7 +117,7 @@ def plan(spec: Spec) -> Plan:
     assert isinstance(t, Sm90BackwardWide)
     require_hopper(p, "backward", HEAD_DIM_LIMIT)
     _require_mask(p)
-    require_score_gradients(spec, t.deterministic)
+    require_score_gradients(spec)
     _require_tuning(p, t)
     _require_staging(p, t)
     shared = _shared_bytes(p, t, staged_columns(p, t))

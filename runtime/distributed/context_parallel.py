@@ -35,7 +35,6 @@ from torch.nn.functional import pad
 
 from attnforge.codegen.part import Leaf
 from attnforge.runtime import ops
-from attnforge.runtime.dispatch import SCORE_GRADIENTS_IN_ANY_ORDER
 from attnforge.runtime.distributed.agreement import (
     ERROR,
     can_compare,
@@ -241,7 +240,7 @@ class ContextParallel:
             q, k, v = _as_autocast(q, k, v)
             total = self._check(q, k, v, mask, total)
             found = None if score is None else as_score(score)
-            self._check_functions(q, k, mask, found, sinks, total, deterministic)
+            self._check_functions(q, k, mask, found, sinks, total)
             if mine is not None:
                 mine |= describe(q=q, k=k, v=v, mask=mask, total=total, score=found, sinks=sinks)
                 mine |= describe(scale=scale, return_lse=return_lse, deterministic=deterministic)
@@ -388,7 +387,6 @@ class ContextParallel:
         score: Score | None,
         sinks: Tensor | None,
         total: int,
-        deterministic: bool,
     ) -> None:
         """Raise errors that would otherwise occur while other ranks wait. In a trace the fake kernels check instead."""
         if sinks is not None:
@@ -400,8 +398,6 @@ class ContextParallel:
         if score is not None or mod is not None:
             of_mask = () if mod is None else mod.tensors
             check_score(q, k, text, (*tensors, *of_mask), "" if mod is None else mod.text, (total, total))
-        if deterministic and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            raise ValueError(SCORE_GRADIENTS_IN_ANY_ORDER)
 
     def _assign_rows(
         self, mask: ops.Mask, rows: int, total: int, in_order: bool, device: torch.device

@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 
 #include "call.h"
 #include "schedules.h"
@@ -190,6 +191,31 @@ private:
     c10::DataPtr memory_;
     Tensor tensor_;
 };
+
+// Does each pair of the call read an element of a score's tensor that no other pair reads? `axes`: see ScoreMod.axes of
+// codegen/score.py.
+inline bool has_own_elements(const std::string& axes, const Tensor& x, const Params& p) {
+    const std::pair<char, int> sizes[] = {{'b', p.batch}, {'h', p.heads_q}, {'q', p.seq_q}, {'k', p.seq_k}};
+    return axes != "-" && std::all_of(std::begin(sizes), std::end(sizes), [&](const auto& of_call) {
+        const size_t axis = axes.find(of_call.first);
+        return of_call.second <= (axis == std::string::npos ? 1 : x.size(static_cast<int64_t>(axis)));
+    });
+}
+
+// Memory for exact sums of the gradients of a score's tensors, zeros at first. None if the variant has no such sums, and
+// for a tensor whose elements get one addition each.
+inline std::vector<Tensor> score_bins_of(const Variant& variant, const Score& score, Params& p) {
+    unsigned long long** const places[] = {&p.score_bins0, &p.score_bins1, &p.score_bins2, &p.score_bins3};
+    std::vector<Tensor> found;
+    for (size_t i = 0; i < variant.score_axes.size(); ++i) {
+        const Tensor& x = score.tensors[i];
+        if (wants_gradient(score.text, i) && !has_own_elements(variant.score_axes[i], x, p)) {
+            found.push_back(at::zeros({x.numel(), kScoreWords}, x.options().dtype(at::kLong)));
+            *places[i] = static_cast<unsigned long long*>(found.back().mutable_data_ptr());
+        }
+    }
+    return found;
+}
 
 // Memory for the sums of dk and dv, or in a forward for the bf16 splits of k and v; none if the variant needs none.
 inline Scratch dkv_accum_of(const Tensor& k, const Variant& variant, Params& params) {

@@ -53,6 +53,7 @@ inline BackwardResult differentiate_with(const Variant& variant, const Call& cal
         dq_semaphore = Scratch(q, q.size(0) * (q.size(1) * params.tiles_m + k.size(1) * params.tiles_n) * 4);
         params.dq_semaphore = dq_semaphore.data<int>();
     }
+    const std::vector<Tensor> score_bins = score_bins_of(variant, call.score, params);
     launch(call, variant, params, stream);
     return {std::move(dq), std::move(dk), std::move(dv)};
 }
