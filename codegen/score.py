@@ -526,6 +526,11 @@ class ScoreMod(Formula):
         places = (found.get(i, []) for i in range(len(self.tensors)))
         return tuple(axes[0] if len(axes) == 1 else "-" for axes in places)
 
+    @property
+    def own_elements(self) -> bool:
+        """May no two pairs of a call read the same element of a tensor whose gradient is wanted?"""
+        return any({"q", "k"} <= set(axes) for axes in self.axes)
+
     @cached_property
     def near(self) -> float | None:
         """The |score| up to which every tanh of the formula is within NEAR.limit; None if there is no such number.

@@ -196,7 +196,8 @@ private:
 // codegen/score.py.
 inline bool has_own_elements(const std::string& axes, const Tensor& x, const Params& p) {
     const std::pair<char, int> sizes[] = {{'b', p.batch}, {'h', p.heads_q}, {'q', p.seq_q}, {'k', p.seq_k}};
-    return axes != "-" && std::all_of(std::begin(sizes), std::end(sizes), [&](const auto& of_call) {
+    const bool of_pair = axes.find('q') != std::string::npos && axes.find('k') != std::string::npos;
+    return of_pair && std::all_of(std::begin(sizes), std::end(sizes), [&](const auto& of_call) {
         const size_t axis = axes.find(of_call.first);
         return of_call.second <= (axis == std::string::npos ? 1 : x.size(static_cast<int64_t>(axis)));
     });

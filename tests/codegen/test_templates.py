@@ -16,6 +16,8 @@ from spaces import sample
 from attnforge.codegen import host, prologue
 from attnforge.codegen import render as rendering
 from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.cpu import CpuBackward
+from attnforge.codegen.families.sm80_backward import Sm80Backward
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.modules import mask_kernels, sink_kernels
 from attnforge.codegen.package import Contract, Item, Tree
@@ -98,6 +100,8 @@ def test_every_template_is_used(templates: Path, monkeypatch: pytest.MonkeyPatch
         learned = ScoreMod("bias(t0: float32[1] grad): score + t0[h]")
         problems.append(Problem(Direction.BACKWARD, arch, dtype, 64, Mask.DENSE, score=learned))
         firsts = [found for problem in problems for found in islice(candidates(problem), 1)]
+        if isinstance(learner := firsts[-1].tuning, CpuBackward | Sm80Backward):
+            render(Spec(problems[-1], dataclasses.replace(learner, deterministic=True)))
         items = tuple(Item(spec, 1024, "guess") for spec in firsts)
         for contract in (None, *Contract):
             Tree("my_attention", arch, items, contract).files("export")

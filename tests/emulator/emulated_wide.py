@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gxx
 import torch
-from cpu_kernel import Params, ScoreRef, TensorRef, full_params
+from cpu_kernel import Params, ScoreRef, TensorRef, full_params, set_score_gradients
 from oracle import Shape, draw, make_mask
 from score_oracle import Function, learned_oracle, oracle
 from torch import Tensor
@@ -125,9 +125,7 @@ class EmulatedWide:
         captured = (*self.score_tensors, *(mask.tensors if isinstance(mask, FunctionMask) else ()))
         for i, x in enumerate(captured):
             setattr(p, f"score{i}", ScoreRef.of(x))
-        for i in self.plan.spec.problem.score.wanted:
-            self.score_gradients[i] = torch.zeros(self.score_tensors[i].shape)
-            setattr(p, f"dscore{i}", ScoreRef.of(self.score_gradients[i]))
+        bins = set_score_gradients(p, self.plan, self.score_tensors, self.score_gradients)
         lists = list_tiles(mask, p, tuning.tile_n) if isinstance(mask, attnforge.Spans | FunctionMask) else []
         semaphores = torch.full((rows // tuning.tile_m,), -1, dtype=torch.int32)
         p.dq_semaphore = semaphores.data_ptr()
@@ -139,7 +137,7 @@ class EmulatedWide:
         said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), *sizes).decode()
         if not said:
             self.library.run_postprocess(ctypes.byref(p), rows // tuning.tile_m)
-        del lists, maps
+        del lists, maps, bins
         return said, list(grads.values())
 
     def failure(
@@ -169,10 +167,12 @@ class EmulatedWide:
         lse = lse.float().contiguous()
         said, grads = self.backward(tensors, lse, visible, seed, change)
         if not said and self.plan.deterministic:
+            grads += self.score_gradients.values()
             said, again = self.backward(tensors, lse, visible, seed + 1, change)
+            again += self.score_gradients.values()
             if not said and not all(map(torch.equal, grads, again)):
                 said = "other bits in another order of the warps"
-        grads += [self.score_gradients[i] for i in sorted(self.score_gradients)]
+        grads = [*grads[:3], *self.score_gradients.values()]
         names = ("dq", "dk", "dv", *(f"gradient of t{i}" for i in self.score_gradients))
         for name, got, expected in zip(names, grads, exact, strict=True):
             error = ((got - expected).pow(2).mean() / expected.pow(2).mean()).sqrt().item()

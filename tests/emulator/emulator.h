@@ -142,6 +142,8 @@ static inline int atomicAdd(int* sum, int x) {
     return before;
 }
 static inline void atomicAdd(float* sum, float x) { *sum += x; }
+static inline void atomicAdd(unsigned long long* sum, unsigned long long x) { *sum += x; }
+static inline void atomicOr(unsigned long long* flags, unsigned long long x) { *flags |= x; }
 static inline void atomicMin(int* least, int x) { *least = min(*least, x); }
 static inline void atomicMax(int* most, int x) { *most = max(*most, x); }
 

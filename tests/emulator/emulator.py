@@ -14,7 +14,7 @@ from pathlib import Path
 
 import gxx
 import torch
-from cpu_kernel import Params, ScoreRef, TensorRef, full_params
+from cpu_kernel import Params, ScoreRef, TensorRef, full_params, set_score_gradients
 from torch import Tensor
 
 import attnforge
@@ -183,9 +183,7 @@ class Emulated:
         p.lse = lse.data_ptr()
         p.dlse = None if dlse is None else dlse.data_ptr()
         plan, heads = self.plan, p.batch * p.heads_q
-        for i in self.spec.problem.score.wanted:
-            self.score_gradients[i] = torch.zeros(self.score_tensors[i].shape)
-            setattr(p, f"dscore{i}", ScoreRef.of(self.score_gradients[i]))
+        self.held += set_score_gradients(p, plan, self.score_tensors, self.score_gradients)
         p.delta = self._workspace(heads * p.padded_q * 2)
         p.dq_accum = self._workspace(heads * p.padded_q * plan.columns)
         p.dkv_accum = self._kv_workspace(p)

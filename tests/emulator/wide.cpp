@@ -220,6 +220,7 @@ static void run_warp(size_t warp) {
 bool run_grid(void (*call)(const void*), const void* kernel, int count, int size, int together, int threads,
               size_t shared) {
     call_kernel = call, called = kernel;
+    gridDim = {static_cast<unsigned>(count * size)};
     shared_size = shared;
     blocks_of_cluster = size, threads_of_cluster = size * threads;
     together = min(together, count);

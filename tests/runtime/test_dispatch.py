@@ -770,7 +770,7 @@ def test_an_order_of_blocks_for_another_mask_is_left_out(
 def test_a_deterministic_entry_counts_for_gradients_of_tensors(
     more: dict[str, int], without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which are added in any order: the same knobs without `deterministic`, not an entry that is farther away."""
+    """The same knobs without `deterministic`, not an entry that is farther away; with it if the call asks for it."""
     only_tables_of(tmp_path, monkeypatch)
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
     plain = Sm90Backward(64, 128, 3, 2, False, 1, False, False)
@@ -783,8 +783,8 @@ def test_a_deterministic_entry_counts_for_gradients_of_tensors(
     choice = dispatch.choose_for(call, 1, 1024, target)
     assert choice.spec == Spec(call, plain)
     assert choice.reason.endswith(f"; without {without}")
-    with pytest.raises(Infeasible, match="are added in any order"):
-        dispatch.choose_for(call, 1, 1024, target, deterministic=True)
+    ordered = dispatch.choose_for(call, 1, 1024, target, deterministic=True).spec
+    assert ordered == Spec(call, replace(strict, persistent=0))
 
 
 def test_only_knobs_in_the_way_are_dropped() -> None:
@@ -800,13 +800,15 @@ def test_only_knobs_in_the_way_are_dropped() -> None:
 
 @pytest.mark.parametrize("pair", [False, True])
 def test_deterministic_sums_of_wide_blocks_are_left_out(pair: bool) -> None:
-    """For gradients of a score's tensors; how dQ is staged stays."""
+    """For gradients of a score's tensors, unless the call asks for them; how dQ is staged stays."""
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=192, mask=Mask.CAUSAL)
     plain = Sm90BackwardWide(64, 128 if pair else 64, 2, 1, False, pair)
     tuning = replace(plain, deterministic=True, staging=2)
     assert tables.planned(Spec(problem, tuning)).tuning == tuning
     alibi = ScoreMod("alibi(t0: float32[1] grad): score - t0[h] * abs(q_idx - kv_idx)")
-    assert tables.planned(Spec(replace(problem, score=alibi), tuning)).tuning == replace(plain, staging=2)
+    call, entry = replace(problem, score=alibi), Tuned(Spec(problem, tuning), 1, 1024, 1.0, 100.0)
+    assert tables.replanned(call, entry).tuning == replace(plain, staging=2)
+    assert tables.replanned(call, entry, deterministic=True).tuning == tuning
 
 
 def test_of_scores_the_formula_counts_then_none_then_another(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import gxx
 import torch
 
 from attnforge.codegen import params
+from attnforge.codegen.plan import Plan
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import DType, Mask, Spec
 
@@ -101,6 +103,23 @@ def full_params(text: str) -> str:
     whole, count = STRUCTS.subn(lambda _: params.struct(), text)
     assert count == 1
     return whole
+
+
+def set_score_gradients(
+    p: Params, plan: Plan, tensors: Sequence[torch.Tensor], gradients: dict[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Sets where `p` sums gradients of a score's tensors, as runtime/native/, each new in `gradients`; returns bins."""
+    score, found = plan.spec.problem.score, []
+    sizes = {"b": p.batch, "h": p.heads_q, "q": p.seq_q, "k": p.seq_k}
+    for i in score.wanted:
+        gradients[i] = torch.zeros(tensors[i].shape)
+        setattr(p, f"dscore{i}", ScoreRef.of(gradients[i]))
+        axes = dict(zip(score.axes[i], tensors[i].shape, strict=False))
+        of_pair = {"q", "k"} <= axes.keys() and all(size <= axes.get(name, 1) for name, size in sizes.items())
+        if plan.score_bins and not of_pair:
+            found.append(torch.zeros(tensors[i].numel(), params.SCORE_WORDS, dtype=torch.int64))
+            setattr(p, f"score_bins{i}", found[-1].data_ptr())
+    return found
 
 
 @dataclass(frozen=True)
