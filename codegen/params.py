@@ -66,7 +66,10 @@ FIELDS: tuple[Field, ...] = (
     Field(MASK.name, "dense", "dense mask as bytes, 1 where query i sees key j; or mask_bits"),
     *(Field(SCORE.name, f"score{i}", f"t{i} of the score's formula") for i in range(MAX_TENSORS)),
     *(Field(SCORE.name, f"dscore{i}", f"gradient of t{i}, float32, its shape") for i in range(MAX_TENSORS)),
-    *(Field("unsigned long long*", f"score_bins{i}", _BINS.format(i, SCORE_WORDS)) for i in range(MAX_TENSORS)),
+    *(
+        Field("unsigned long long*", f"score_bins{i}", _BINS.format(i, SCORE_WORDS))
+        for i in range(MAX_TENSORS)
+    ),
     Field("const unsigned*", "mask_bits", "(mask_planes, seq_q, mask_words) dense mask as bits; or dense"),
     Field("const int*", "starts", "(seq_k) spans: key j is visible to queries starts[j] <= i < ends[j]"),
     Field("const int*", "ends", "(seq_k)"),

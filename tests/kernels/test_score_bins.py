@@ -7,7 +7,6 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from pathlib import Path
 
 import gxx
 import pytest
@@ -43,7 +42,7 @@ def summed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         candidates(Problem(Direction.BACKWARD, request.param, DType.FLOAT32, 16, Mask.FULL, score=score))
     )
     text = render_text("common/score_bins.h.jinja", spec=spec)
-    text = params.struct(("dscore0",)) + "\n" + text.replace("#pragma unroll", "")
+    text = params.struct(("dscore0",)) + "\n" + text.replace("#pragma unroll", "//")
     path = tmp_path_factory.mktemp("bins") / "bins.cpp"
     if request.param.is_gpu:
         path.write_text('#include "emulator.h"\n' + text + CALLS.replace("#pragma omp", "// "))

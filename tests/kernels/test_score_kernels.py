@@ -28,7 +28,7 @@ from attnforge.codegen.families.sm80_fp32 import Fp32Forward
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.space import candidates, why_infeasible
+from attnforge.codegen.space import candidates, deterministic_candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -49,7 +49,7 @@ LEARNED = "learned(t0: float32[2] grad): score + t0[h, minimum(maximum(kv_idx - 
 def ordered(spec: Spec, deterministic: bool) -> Spec:
     """The same with gradients of tensors that do not depend on the order of their sums, or as it was."""
     knobs = {"deterministic": deterministic}
-    return Spec(spec.problem, dataclasses.replace(spec.tuning, **knobs))  # type: ignore[arg-type]
+    return Spec(spec.problem, dataclasses.replace(spec.tuning, **knobs))
 
 
 def run(spec: Spec, name: str, directory: Path) -> None:
@@ -502,6 +502,51 @@ def nvcc_cases() -> Iterator[ParameterSet]:
 @pytest.mark.parametrize(("arch", "cases"), list(nvcc_cases()))
 def test_nvcc(arch: Arch, cases: list[tuple[Direction, str, Mask]], nvcc: None, tmp_path: Path) -> None:
     specs = [first(direction, arch, DType.BFLOAT16, mask, name, 128) for direction, name, mask in cases]
+    log = check_resources([render(spec) for spec in specs], tmp_path)
+    assert not SERIALISED.search(log), log
+
+
+# Sums of tables by distance, of a bias that each pair or several read, of factors of the score.
+LEARNED_TEXTS = {
+    "table": LEARNED,
+    "plane": "plane(t0: float32[3] grad): score + t0[h, q_idx, kv_idx]",
+    "keys": "keys(t0: float32[2] grad): score + t0[b, kv_idx]",
+    "factor": "factor(t0: float32[1] grad): score * t0[h]",
+}
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize(
+    ("arch", "cases"),
+    [
+        (
+            Arch.SM80,
+            [
+                ("table", DType.BFLOAT16, 128, Mask.SPANS),
+                ("factor", DType.BFLOAT16, 64, Mask.CAUSAL),
+                ("plane", DType.FLOAT32, 64, Mask.CAUSAL),
+            ],
+        ),
+        (
+            Arch.SM90A,
+            [
+                ("table", DType.BFLOAT16, 128, Mask.SPANS),
+                ("plane", DType.BFLOAT16, 128, Mask.CAUSAL),
+                ("keys", DType.FLOAT16, 64, Mask.CAUSAL),
+            ],
+        ),
+    ],
+    ids=["sm80", "sm90a"],
+)
+def test_nvcc_of_deterministic_gradients_of_tensors(
+    arch: Arch, cases: list[tuple[str, DType, int, Mask]], nvcc: None, tmp_path: Path
+) -> None:
+    """Those of wide heads: tests/kernels/test_wide_scores.py."""
+    problems = [
+        Problem(BACKWARD, arch, dtype, dim, mask, score=ScoreMod(LEARNED_TEXTS[name]))
+        for name, dtype, dim, mask in cases
+    ]
+    specs = [next(deterministic_candidates(problem)) for problem in problems]
     log = check_resources([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log
 

@@ -404,7 +404,7 @@ def first_guesses() -> Iterator[Spec]:
     for number, (dims, score) in enumerate(product(DIMS, every)):
         mask = turn[(number + number // len(every)) % 3]
         yield first(problem(dims, mask, score))
-        if score in (TEXTS["softcap"], TEXTS["relative"]):
+        if score in (TEXTS["softcap"], TEXTS["relative"], wanted(WANTED["table"])):
             yield first(problem(dims, mask, score), deterministic=True)
     for dims, score in product(DIMS, ("", TEXTS["softcap"], TEXTS["alibi"])):
         yield first(problem(dims, Mask.DENSE, score, TREE))
@@ -419,6 +419,7 @@ def aspects(spec: Spec) -> Iterator[Hashable]:
     assert isinstance(tuning, Sm90BackwardWide)
     dims = of.head_dim, of.head_dim_v
     yield from ((dims, of.mask, bool(of.mask_mod)), (dims, tuning.deterministic), (dims, tuning.s_late))
+    yield bool(of.score.wanted), tuning.deterministic
     yield from ((of.score, tuning.pair), (of.score, bool(of.mask_mod)), of.intervals)
     if dims == DIMS[0] and (tuning.tile_n in (64, 128) or not of.score):
         yield dims, of.score, of.mask_mod
@@ -440,7 +441,7 @@ def aspects_of_pairs(spec: Spec) -> Iterator[Hashable]:
     of, tuning = spec.problem, spec.tuning
     assert isinstance(tuning, Sm90BackwardWide)
     yield from fewer_aspects(spec)
-    yield from (tuning.deterministic, (bool(of.mask_mod), bool(of.score)))
+    yield from ((bool(of.score.wanted), tuning.deterministic), (bool(of.mask_mod), bool(of.score)))
     yield bool(of.mask_mod), of.head_dim, of.dim_v
 
 
@@ -467,7 +468,7 @@ def pairs() -> Iterator[Spec]:
             mask = turn[(number + number // len(every)) % 3]
             spec = first(problem(dims, mask, score), pair=True)
             yield Spec(spec.problem, replace(spec.tuning, s_late=bool(number % 2)))  # type: ignore[call-arg]
-            if score == TEXTS["softcap"]:
+            if score in (TEXTS["softcap"], wanted(WANTED["table"])):
                 yield first(problem(dims, mask, score), True, pair=True)
     for dims, score in product(DIMS, ("", TEXTS["softcap"], TEXTS["alibi"])):
         yield first(problem(dims, Mask.DENSE, score, TREE), pair=True)
@@ -690,20 +691,26 @@ def test_masks_by_functions_on_a_gpu(
     ],
     ids=str,
 )
-def test_gradients_of_tensors_on_a_gpu(dims: tuple[int, int], name: str, mask: Mask, pair: bool) -> None:
-    """Against float64 with the rounding of the output that the kernel gets."""
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_tensors_on_a_gpu(
+    dims: tuple[int, int], name: str, mask: Mask, pair: bool, deterministic: bool
+) -> None:
+    """Against float64 with the rounding of the output that the kernel gets; deterministic ones three times."""
     for seed, shape in enumerate(ON_GPU[1:]):
         heads = shape.heads_kv * shape.group
         score, formula, tensors = learned(shape.batch, heads, shape.seq_q, shape.seq_k, "cuda")[name]
         found = score(*tensors)
-        spec = first(problem(dims, mask, wanted(found.text)), pair=pair)
+        spec = first(problem(dims, mask, wanted(found.text)), deterministic, pair)
         x = q, k, v, dout = drawn(spec, shape, seed)
         seen = make_mask(mask.value, shape.seq_q, shape.seq_k, "cuda", seed)
         values = [t.detach().double() for t in tensors]
         out, lse, *_ = oracle(q, k, v, seen, lambda *at, f=formula, more=values: f(*at, *more), dout)
         exact = learned_oracle(q, k, v, seen, formula, tensors, dout, out.to(q.dtype))
         given = scores.Score(str(spec.problem.score), tuple(t.detach() for t in found.tensors))
-        grads = gradients(spec, x, out, lse, torch.zeros_like(lse).float(), seen, given)
+        call = spec, x, out, lse, torch.zeros_like(lse).float(), seen, given
+        grads = gradients(*call)
+        for _ in range(2 * deterministic):
+            assert all(map(torch.equal, grads, gradients(*call)))
         for got, answer in zip(grads, exact, strict=True):
             size = answer.pow(2).mean().sqrt().item()
             error = (got.double() - answer.reshape(got.shape)).pow(2).mean().sqrt().item()

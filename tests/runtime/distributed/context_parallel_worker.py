@@ -273,8 +273,10 @@ def check_reuse(mesh: DeviceMesh) -> None:
     biased = attnforge.scores.score_mod(lambda s, b, h, i, j: s + slopes[h] * ids[i] * ids[j])
     with pytest.raises(ValueError, match="score, mask: capture 6 tensors"):
         cp(q, k, v, documents, score=biased)
-    with pytest.raises(ValueError, match="deterministic: gradients of a score's tensors"):
-        cp(q, k, v, score=biased, deterministic=True)
+    ordered = cp(q, k, v, score=biased, deterministic=True).sum()
+    found = [torch.autograd.grad(ordered, slopes, retain_graph=True)[0] for _ in range(3)]
+    assert found[0].any()
+    assert all(torch.equal(found[0], each) for each in found)
     a, b, c = (y[:, :, :0] for y in x)
     assert cp(a, b, c, attnforge.masks.documents([], "cpu")).shape == (1, 4, 0, 16)
     with pytest.raises(TypeError, match=r"total: got 96\.0, expected an integer"):
