@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 
 import torch
 
@@ -94,6 +95,20 @@ def choose_for(
     share the keys of a query, if there is one for the problem; there are too few queries otherwise.
     Raises Infeasible with the reason if there is no kernel, ValueError for a dtype without kernels on the device.
     """
+    with tables.unchanged():
+        return _choose(problem, group, size, target, deterministic, visible_keys, split_keys, rounds)
+
+
+def _choose(
+    problem: Problem,
+    group: int,
+    size: int,
+    target: Target,
+    deterministic: bool,
+    visible_keys: int,
+    split_keys: bool,
+    rounds: int,
+) -> Choice:
     check_dtype(problem)
     if split_keys and (split := _splitting(problem, group, size, target)):
         return Choice(split, "few queries for many keys: blocks share the keys, not tuned")
@@ -164,19 +179,15 @@ def _by_speed(
     For a `deterministic` call by searches for such calls, else by the others.
     """
     for strict in (True, False) if deterministic else (False,):
-        speeds = {
-            arch: tables.measured(
-                dataclasses.replace(problem, arch=arch),
-                group,
-                size,
-                target.name,
-                visible_keys=visible_keys,
-                deterministic=strict,
-            )
-            for arch in target.archs
-        }
-        if all(speeds.values()):
-            return tuple(sorted(target.archs, key=lambda arch: -(speeds[arch] or 0.0)))
+        speeds: list[tuple[float, Arch]] = []
+        for arch in target.archs:
+            there = dataclasses.replace(problem, arch=arch)
+            of = partial(tables.measured, there, group, size, target.name)
+            if not (speed := of(visible_keys=visible_keys, deterministic=strict)):
+                break
+            speeds.append((-speed, arch))
+        else:
+            return tuple(arch for _, arch in sorted(speeds, key=itemgetter(0)))
     return target.archs
 
 

@@ -47,14 +47,16 @@ def explain(
     """The choice for a call and the reasons; arguments and errors as `dispatch.choose_for`."""
     choice = choose_for(problem, group, size, target, deterministic, visible_keys, rounds=rounds)
     chosen = choice.spec.problem
-    found = tables.offers(
-        chosen,
-        group,
-        size,
-        target.name,
-        visible_keys=visible_keys,
-        deterministic=deterministic,
-        rounds=rounds,
+    found = list(
+        tables.offers(
+            chosen,
+            group,
+            size,
+            target.name,
+            visible_keys=visible_keys,
+            deterministic=deterministic,
+            rounds=rounds,
+        )
     )
     taken = next((offer for offer in found if choice.reason.startswith(offer.reason)), None)
     others = {

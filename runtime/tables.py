@@ -11,36 +11,39 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import chain, combinations, product
+from itertools import chain, combinations, groupby, product
 from operator import attrgetter, ne
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from filelock import FileLock
 
 from attnforge.codegen import host
 from attnforge.codegen.cost_model import bytes_per_flop
-from attnforge.codegen.families import RetiredKnob, make_plan, make_tuning, spec_from_json
+from attnforge.codegen.families import RetiredKnob, make_plan, make_tuning
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, Mask, Problem, Spec, Tuning
 from attnforge.runtime.build.atomic import replace_file
-from attnforge.runtime.build.settings import TABLES, settings
+from attnforge.runtime.build.settings import TABLES, table_folders
 
 log = logging.getLogger("attnforge")
 
 PACKAGED = Path(__file__).parent.parent / "generated" / "tuned"  # what the package brings
 MODELLED = "modelled"  # folder of the tables that were computed
 _UNFINISHED = ".json.tmp"  # ends the name of a table that is being written
-_same = attrgetter(*(f.attribute for f in PROBLEM_FIELDS if f.match == "same"))
+_of_class = attrgetter(*(f.attribute for f in PROBLEM_FIELDS if f.match != "free"))
+_SAME = tuple(f.attribute for f in PROBLEM_FIELDS if f.match == "same")
+_same = attrgetter(*_SAME)
 _NEAR = tuple(f.attribute for f in reversed(PROBLEM_FIELDS) if f.match == "near" and f.attribute != "score")
 _near = attrgetter(*_NEAR)
 # Parts of the distance of an entry from a call; lengths, keys and ratios in octaves, "device" 0, or 1 and more for
@@ -115,8 +118,15 @@ class Tuned:
 
     @cached_property
     def key(self) -> str:
-        """`cls` as text; each choice of a kernel compares those of all entries."""
+        """`cls` as text."""
         return json.dumps(self.cls)
+
+    @property
+    def values_of_class(self) -> tuple[Any, ...]:
+        """Equal where `cls` is, but quickly made: to load a table compares the classes of its entries."""
+        octaves = self.size.bit_length(), self.visible_keys.bit_length()
+        rounds = min(self.rounds, MANY)
+        return (*_of_class(self.spec.problem), self.group, *octaves, self.deterministic, rounds)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON value; `from_json` inverts it."""
@@ -128,7 +138,8 @@ class Tuned:
     def from_json(data: dict[str, Any]) -> Tuned:
         """Rebuild an entry; ValueError names what is missing or wrong. Older ones lack what has a default here."""
         try:
-            spec, group = spec_from_json(data["spec"]), int(data["class"]["group"])
+            problem, group = _problem_of(data["spec"]), int(data["class"]["group"])
+            spec = Spec(problem, make_tuning(problem, data["spec"].get("tuning", {})))
             numbers = int(data["size"]), float(data["ms"]), float(data["tflops"])
             visible_keys = int(data.get("visible_keys", 0))
             deterministic = bool(data["class"].get("deterministic", False))
@@ -136,6 +147,16 @@ class Tuned:
         except KeyError as error:
             raise ValueError(f"tuned entry: field {error} is missing") from error
         return Tuned(spec, group, *numbers, dict(data.get("notes", {})), visible_keys, deterministic, rounds)
+
+
+def _problem_of(spec: Mapping[str, Any]) -> Problem:
+    """The problem of a spec as JSON. Those of a table are equal to a few dozens, each of which is made once."""
+    return _problem(tuple((f.name, spec[f.name]) for f in PROBLEM_FIELDS if f.name in spec))
+
+
+@lru_cache(maxsize=1024)
+def _problem(values: tuple[tuple[str, Any], ...]) -> Problem:
+    return Problem.from_json(dict(values))
 
 
 def device_name(device: torch.device) -> str:
@@ -154,7 +175,7 @@ class TablesError(OSError):
 
 def folders() -> tuple[Path, ...]:
     """Where tables are read, first wins: those of ATTNFORGE_TABLES or the user's data folder, then the package's."""
-    return tuple(dict.fromkeys((*settings().tables, PACKAGED)))
+    return tuple(dict.fromkeys((*table_folders(), PACKAGED)))
 
 
 def writable(directory: Path) -> Path:
@@ -172,7 +193,12 @@ def writable(directory: Path) -> Path:
 
 def table_path(name: str, directory: Path) -> Path:
     """File of the device called `name` in a folder of tables."""
-    return directory / (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json")
+    return directory / _file_name(name)
+
+
+@lru_cache(maxsize=256)
+def _file_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json"
 
 
 def longer_names(name: str) -> list[str]:
@@ -201,7 +227,7 @@ def load(name: str, directory: Path) -> tuple[Tuned, ...]:
     return _read(path, *version) if version else ()
 
 
-def _version(path: Path) -> tuple[int, int] | None:
+def _version(path: Path | os.DirEntry[str]) -> tuple[int, int] | None:
     """(time of the last change in ns, inode) of a file; None if there is none.
 
     The time alone is too coarse: it does not change if a file is replaced twice within one tick of the clock.
@@ -220,16 +246,46 @@ def _read(path: Path, modified: int, inode: int) -> tuple[Tuned, ...]:
 
 def _parse(path: Path) -> tuple[Tuned, ...]:
     """The entries of a file but for those of kernels that are gone, which a search of their class replaces."""
-    entries: list[Tuned] = []
+    with _table(path):
+        return tuple(_entries(path, json.loads(path.read_text())))
+
+
+def _entries(path: Path, items: Iterable[dict[str, Any]]) -> Iterator[Tuned]:
+    for item in items:
+        try:
+            yield Tuned.from_json(item)
+        except RetiredKnob as reason:
+            log.warning("%s: an entry is skipped: %s", path, reason)
+
+
+@contextmanager
+def _table(path: Path) -> Iterator[None]:
+    """Errors of what is read inside name the file."""
     try:
-        for item in json.loads(path.read_text()):
-            try:
-                entries.append(Tuned.from_json(item))
-            except RetiredKnob as reason:
-                log.warning("%s: an entry is skipped: %s", path, reason)
+        yield
+    except KeyError as error:
+        raise ValueError(
+            f"{path} is not a tuned table: {error} is missing; delete it or restore it"
+        ) from error
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not a tuned table: {error}; delete it or restore it") from error
-    return tuple(entries)
+
+
+@lru_cache(maxsize=32)
+def _divided(path: str, modified: int, inode: int) -> dict[_Class, list[dict[str, Any]]]:
+    """What a file holds, as `_class_of` divides it: of a thousand entries a hundred count for a call."""
+    found: dict[_Class, list[dict[str, Any]]] = {}
+    with _table(Path(path)):
+        for item in json.loads(Path(path).read_text()):
+            found.setdefault(_class_of(_problem_of(item["spec"])), []).append(item)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _of_file(path: str, modified: int, inode: int, cls: _Class) -> tuple[Tuned, ...]:
+    """A file's entries of a class. Others are not made into entries, which takes longer than to read the file."""
+    with _table(Path(path)):
+        return tuple(_entries(Path(path), _divided(path, modified, inode).get(cls, ())))
 
 
 def save(
@@ -372,7 +428,7 @@ def rounds_that_matter(
     problem: Problem, group: int, name: str, places: Iterable[Path] | None = None
 ) -> tuple[int, ...]:
     """Values of `rounds` of calls, among which is one for each spec that `choose` makes of the entries that count."""
-    known = {entry.rounds for _, _, entry in _counting(problem, name, places)}
+    known = {row.entry.rounds for tier in _counting(problem, name, places) for row in tier.rows}
     if problem.direction is Direction.FORWARD:
         return tuple(sorted({MANY} | known))
     fewer = {max(0, rounds - 1) for rounds in known} if group == 1 else set()
@@ -413,16 +469,25 @@ def planned(spec: Spec) -> Spec:
     own. A `launch_order` needs deterministic blocks, one kind of mask, and either `split_heads` or none; `staging`
     needs shared memory. Infeasible if no knob helps.
     """
+    found = _feasible(spec)
+    if isinstance(found, Infeasible):
+        raise Infeasible(found.reason, found.subject)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _feasible(spec: Spec) -> Spec | Infeasible:
+    """As `planned`, but an error is returned: calls of other lengths meet the same entries."""
     for dropped in _dispensable(spec):
         knobs = spec.tuning.to_json() | dict.fromkeys(dropped, 0)
         found = Spec(spec.problem, make_tuning(spec.problem, knobs)) if dropped else spec
         try:
             make_plan(found)
         except Infeasible as error:
-            reason = error
+            reason = error.with_traceback(None)
         else:
             return found
-    raise reason
+    return reason
 
 
 def _dispensable(spec: Spec) -> Iterator[tuple[str, ...]]:
@@ -475,23 +540,23 @@ def offers(
     visible_keys: int = 0,
     deterministic: bool = False,
     rounds: int = MANY,
-) -> list[Offer]:
-    """The entries that count for a call, nearest first; see `choose`. Their tuning may be infeasible there."""
-    found = [
-        Offer(
-            entry,
-            path,
-            rank,
-            (
-                *_distance(entry, problem, group, size, visible_keys, deterministic, rounds),
-                _device_distance(rank, path, name),
-                -entry.tflops,
-            ),
-        )
-        for rank, path, entry in _counting(problem, name, places)
-        if deterministic or not entry.deterministic
-    ]
-    return sorted(found, key=lambda offer: (offer.modelled, offer.distance, offer.entry.spec.slug))
+) -> Iterator[Offer]:
+    """The entries that count for a call, nearest first; see `choose`. Their tuning may be infeasible there.
+
+    Those that are equally near by what their problems say are compared with the call together, when they are reached.
+    """
+    call = _Call.of(problem, group, size, visible_keys, deterministic, rounds)
+    for tier in _counting(problem, name, places):
+        for *apart, _, row in _by_distance(list(call.distances(tier.rows))):
+            distance = (*tier.distance, *apart, row.device, -row.entry.tflops)
+            yield Offer(row.entry, row.path, row.rank, distance)
+
+
+def _by_distance(found: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """In order; they are sorted only if the first one is not enough, as it mostly is."""
+    if found:
+        yield min(found)
+        yield from sorted(found)[1:]
 
 
 def measured(
@@ -505,26 +570,104 @@ def measured(
     deterministic: bool = False,
 ) -> float | None:
     """TFLOP/s of the fastest entry of the device's own tables for the class of a call, of any `rounds`; or None."""
-    speeds = (
-        e.tflops
-        for rank, _, e in _counting(problem, name, places)
-        if rank == 0
-        and e.deterministic == deterministic
-        and e.group == group  # most differ here, and to compute the distance takes longer
-        and not any(_distance(e, problem, group, size, visible_keys, deterministic, e.rounds))
+    call = _Call.of(problem, group, size, visible_keys, deterministic, MANY)
+    same = (
+        row
+        for tier in _counting(problem, name, places)
+        if not any(tier.distance)
+        for row in tier.rows
+        if row.group == group and row.rank == 0 and row.deterministic == deterministic
     )
+    speeds = (row.entry.tflops for *apart, _, _, row in call.distances(same) if not any(apart))
     return max(speeds, default=None)
 
 
-_Ranked = tuple[int, Path, Tuned]  # rank, as `Offer` has it, file, entry
-_File = tuple[int, Path, int, int]  # rank, path, when it was modified, inode
-# Of each device and architecture, while `unchanged` is entered.
-_held: ContextVar[dict[tuple[str, Arch], tuple[_File, ...]] | None] = ContextVar("_held", default=None)
+# ---- The entries that count for a call
+
+_Class = tuple[Any, ...]  # see `_class_of`
+_File = tuple[int, str, int, int]  # rank, as `Offer` has it, path, when it was modified, inode
+_Ranked = tuple[int, Path, Tuned]  # rank, file, entry
+_Kinds = dict[tuple[bool, Any], list["_Row"]]  # entries by whether they are modelled, and their problem
+
+
+class _Row(NamedTuple):
+    """An entry, and what its distance from a call is computed from."""
+
+    rank: int
+    path: Path
+    entry: Tuned
+    device: float  # distance
+    place: int  # by device, speed and name: decides between entries that are as near in everything else
+    group: int
+    octave: int  # of the length
+    seen: int  # octave of the visible keys; 0: unknown
+    rounds: int
+    any_order: bool  # its kernel divides lists
+    deterministic: bool
+    fixed_order: bool
+
+
+class _Tier(NamedTuple):
+    """Entries whose problems are equally far from a call's."""
+
+    distance: tuple[float, ...]  # from "head_dim" to "score"
+    rows: list[_Row]
+
+
+class _Call(NamedTuple):
+    """What the distance of an entry from a call is computed from, beside their problems."""
+
+    group: int
+    octave: int
+    seen: int
+    may_be_long: bool  # lists of queries that see a key tile
+    deterministic: bool
+    rounds: int
+
+    @staticmethod
+    def of(
+        problem: Problem, group: int, size: int, visible_keys: int, deterministic: bool, rounds: int
+    ) -> _Call:
+        seen = _visible(problem.mask, size, visible_keys).bit_length()
+        # No deterministic kernel divides lists.
+        may_be_long = problem.mask.listed and visible_keys <= 0 and not deterministic
+        return _Call(group, size.bit_length(), seen, may_be_long, deterministic, rounds)
+
+    def distances(self, rows: Iterable[_Row]) -> Iterator[tuple[Any, ...]]:
+        """The parts of entries' distances from "long lists" to "rounds", then place and entry."""
+        group, octave, call_seen, may_be_long, deterministic, call_rounds = self
+        ratios: dict[int, float] = {}  # of the few GQA ratios of entries
+        for row in rows:
+            if row.deterministic and not deterministic:
+                continue
+            theirs = row.group
+            if theirs not in ratios:
+                ratios[theirs] = abs(math.log2(theirs / group))
+            length, seen = abs(row.octave - octave), 0
+            if call_seen:
+                seen = abs(call_seen - row.seen) if row.seen else UNKNOWN
+            converted = deterministic and not (row.fixed_order and theirs == group)
+            yield (
+                may_be_long and not row.any_order,
+                length + seen + (CONVERTED if converted else 0),
+                length,
+                ratios[theirs],
+                abs(row.rounds - call_rounds),
+                row.place,
+                row,
+            )
+
+
+_held: ContextVar[dict[Any, Any] | None] = ContextVar("_held", default=None)  # while `unchanged` is entered
+T = TypeVar("T")
 
 
 @contextmanager
 def unchanged() -> Iterator[None]:
     """Inside, tables are looked for once and not at each choice: for thousands of choices."""
+    if _held.get() is not None:
+        yield
+        return
     token = _held.set({})
     try:
         yield
@@ -532,59 +675,110 @@ def unchanged() -> Iterator[None]:
         _held.reset(token)
 
 
-def _counting(problem: Problem, name: str, places: Iterable[Path] | None) -> Sequence[_Ranked]:
-    """The entries that count for a problem; of equal classes of one device that of the first folder."""
-    held = None if places is not None else _held.get()
-    key = (name, problem.arch)
-    if held is not None and key in held:
-        files = held[key]
-    else:
-        where = folders() if places is None else places
-        files = tuple(chain.from_iterable(_files(name, problem.arch, place) for place in where))
-        if held is not None:
-            held[key] = files
-    return _by_class(files).get(_class_of(problem)) or _stand_ins(files, replace(problem, score=ScoreMod()))
+def _kept(key: Any, look: Callable[[], T]) -> T:
+    """What `look` finds; inside `unchanged` it looks once."""
+    held = _held.get()
+    if held is None:
+        return look()
+    if key not in held:
+        held[key] = look()
+    found: T = held[key]
+    return found
 
 
-def _class_of(problem: Problem) -> tuple[Any, ...]:
+def _counting(problem: Problem, name: str, places: Iterable[Path] | None) -> Sequence[_Tier]:
+    """The entries that count for a problem, the nearest tier first."""
+    arch = problem.arch
+
+    def look() -> tuple[_File, ...]:
+        where = _kept("folders", folders) if places is None else places
+        return tuple(chain.from_iterable(_files(name, arch, place) for place in where))
+
+    return _tiers(look() if places is not None else _kept((name, arch), look), name, problem)
+
+
+@lru_cache(maxsize=1024)
+def _tiers(files: tuple[_File, ...], name: str, problem: Problem) -> tuple[_Tier, ...]:
+    """Those of the problem's class, else what stands in for it; measured ones first."""
+    found: dict[tuple[float, ...], list[_Row]] = {}
+    near = _near(problem)
+    alike = _own(files, name, _class_of(problem)) or _stand_ins(files, name, problem)
+    for (modelled, _), rows in alike.items():
+        tuned = rows[0].entry.spec.problem
+        others = map(ne, _near(tuned), near)
+        distance = head_dim_distance(tuned, problem), *others, _score_distance(tuned.score, problem.score)
+        found.setdefault((modelled, *distance), []).extend(rows)
+    return tuple(_Tier(distance[1:], found[distance]) for distance in sorted(found))
+
+
+def _class_of(problem: Problem) -> _Class:
     """What the problem of an entry that counts shares with the call's."""
     return (problem.dtype.bytes, *_same(problem))
 
 
-@lru_cache(maxsize=8)
-def _by_class(files: tuple[_File, ...]) -> dict[tuple[Any, ...], list[_Ranked]]:
-    """The entries of files, as `_class_of` divides them: of hundreds a few count for a call."""
-    found: dict[tuple[Any, ...], list[_Ranked]] = {}
-    seen = set()
-    for rank, path, modified, inode in files:
-        for entry in _read(path, modified, inode):
-            cls = (rank, path.name, entry.key)
-            if cls not in seen:
-                seen.add(cls)
-                found.setdefault(_class_of(entry.spec.problem), []).append((rank, path, entry))
+@lru_cache(maxsize=1024)
+def _own(files: tuple[_File, ...], name: str, cls: _Class) -> _Kinds:
+    """The entries of a class, for calls on the device called `name`."""
+    return _ordered(_ranked(files, cls), name)
+
+
+def _ranked(files: tuple[_File, ...], cls: _Class) -> list[_Ranked]:
+    """The entries of a class; of equal ones of one device that of the first folder."""
+    found: dict[tuple[Any, ...], _Ranked] = {}
+    for rank, text, modified, inode in files:
+        path = Path(text)
+        for entry in _of_file(text, modified, inode, cls):
+            found.setdefault((rank, path.name, *entry.values_of_class), (rank, path, entry))
+    return list(found.values())
+
+
+def _ordered(ranked: Iterable[_Ranked], name: str) -> _Kinds:
+    """Entries with their places, those of equal problems together."""
+
+    def merit(one: _Ranked) -> tuple[float, float]:
+        rank, path, entry = one
+        return _device_distance(rank, path, name), -entry.tflops
+
+    found: _Kinds = {}
+    in_order = (
+        (device, *one)
+        for (device, _), tied in groupby(sorted(ranked, key=merit), merit)
+        for one in _by_name(list(tied))
+    )
+    for place, (device, rank, path, entry) in enumerate(in_order):
+        tuned, tuning = entry.spec.problem, entry.spec.tuning
+        seen = _visible(tuned.mask, entry.size, entry.visible_keys).bit_length()
+        of_call = entry.group, entry.size.bit_length(), seen, entry.rounds
+        orders = tuning.adds_in_any_order, entry.deterministic, entry.fixed_order
+        row = _Row(rank, path, entry, device, place, *of_call, *orders)
+        found.setdefault((rank == 2, _of_class(tuned)), []).append(row)
     return found
 
 
-@lru_cache(maxsize=256)
-def _stand_ins(files: tuple[_File, ...], problem: Problem) -> list[_Ranked]:
+def _by_name(tied: list[_Ranked]) -> list[_Ranked]:
+    return sorted(tied, key=lambda one: one[2].spec.slug) if len(tied) > 1 else tied
+
+
+@lru_cache(maxsize=1024)
+def _stand_ins(files: tuple[_File, ...], name: str, problem: Problem) -> _Kinds:
     """The entries of other head dims that count where that of the call has none: measured, of the same family and mask.
 
     Their rows are padded to as many columns as the call's, or to more, up to WIDER times as many: tiles that were found
     for narrower rows may not fit, or spill.
     """
-    return [
-        (rank, path, entry)
-        for ranked in _by_class(files).values()
-        if _alike(ranked[0][2].spec.problem, problem)
-        for rank, path, entry in ranked
-        if rank < 2 and entry.spec.problem.mask is problem.mask
-    ]
+    classes = dict.fromkeys(chain.from_iterable(_divided(*file) for _, *file in files))
+    others = [cls for cls in classes if _may_stand_in(cls, problem)]
+    ranked = chain.from_iterable(_ranked(files, cls) for cls in others)
+    same = [one for one in ranked if one[0] < 2 and one[2].spec.problem.mask is problem.mask]
+    return _ordered(same, name)
 
 
-def _alike(tuned: Problem, problem: Problem) -> bool:
-    """Do problems differ in the head dims alone, as far as `_class_of` goes, and so that one may stand in?"""
-    same = (tuned.direction, tuned.arch, tuned.family) == (problem.direction, problem.arch, problem.family)
-    return same and tuned.dtype.bytes == problem.dtype.bytes and head_dim_distance(tuned, problem) < math.inf
+def _may_stand_in(cls: _Class, problem: Problem) -> bool:
+    """May entries of a class stand in for those that a problem does not have?"""
+    of_class = dict(zip(_SAME, cls[1:], strict=True))
+    tuned = replace(problem, head_dim=of_class["head_dim"], dim_v=of_class["dim_v"])
+    alike = cls == _class_of(tuned) and tuned.family == problem.family
+    return alike and head_dim_distance(tuned, problem) < math.inf
 
 
 def head_dim_distance(tuned: Problem, problem: Problem) -> float:
@@ -601,52 +795,27 @@ def _wider(tuned: int, dim: int) -> float:
 
 
 def _files(name: str, arch: Arch, directory: Path) -> Iterator[_File]:
-    """The tables of a folder that are worth reading."""
-    own = table_path(name, directory)
-    for path in _tables(name, arch, directory):
-        if version := _version(path):
-            rank = 2 if path.parent.name == MODELLED else int(path != own)
-            yield rank, path, *version
-
-
-def _tables(name: str, arch: Arch, directory: Path) -> list[Path]:
-    """Table files to read. For a CPU only its own: other tables are for other instruction sets."""
-    own = table_path(name, directory)
+    """The tables of a folder that are worth reading; for a CPU only its own: others are for other instruction sets."""
+    own = _file_name(name)
     if arch is Arch.CPU:
-        return [own] if own.exists() else []
-    found = sorted(path for path in directory.glob("*.json") if not path.name.startswith("cpu-"))
-    modelled = directory / MODELLED / f"{arch.value}.json"
-    return [*found, modelled] if modelled.exists() else found
+        found: list[tuple[int, Path | os.DirEntry[str]]] = [(0, directory / own)]
+    else:
+        inside = _kept(directory, partial(_inside, directory))
+        tables = [one for one in inside if one.name.endswith(".json") and not one.name.startswith("cpu-")]
+        found = [(int(one.name != own), one) for one in tables]
+        if any(one.name == MODELLED for one in inside):
+            found.append((2, directory / MODELLED / f"{arch.value}.json"))
+    for rank, path in found:
+        if version := _version(path):
+            yield rank, os.fspath(path), *version
 
 
-def _distance(
-    entry: Tuned,
-    problem: Problem,
-    group: int,
-    size: int,
-    visible_keys: int,
-    deterministic: bool,
-    rounds: int,
-) -> tuple[float, ...]:
-    """The parts of the distance that are 0 for an entry of the call's own class."""
-    tuned = entry.spec.problem
-    converted = deterministic and not (entry.fixed_order and entry.group == group)
-    length = abs(entry.size.bit_length() - size.bit_length())
-    seen = _octaves(
-        _visible(problem.mask, size, visible_keys), _visible(tuned.mask, entry.size, entry.visible_keys)
-    )
-    may_be_long = problem.mask.listed and visible_keys <= 0  # lists of queries that see a key tile
-    return (
-        head_dim_distance(tuned, problem),
-        *map(ne, _near(tuned), _near(problem)),
-        _score_distance(tuned.score, problem.score),
-        # No deterministic kernel divides lists.
-        not deterministic and may_be_long and not entry.spec.tuning.adds_in_any_order,
-        length + seen + CONVERTED * converted,
-        length,
-        abs(math.log2(entry.group / group)),
-        abs(entry.rounds - rounds),
-    )
+def _inside(directory: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as places:
+            return sorted(places, key=attrgetter("name"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 @lru_cache(maxsize=256)
@@ -671,12 +840,6 @@ def _visible(mask: Mask, size: int, visible_keys: int) -> int:
     if mask.listed:
         return abs(visible_keys)
     return size if mask is Mask.FULL else -(-size // 2)
-
-
-def _octaves(call: int, entry: int) -> int:
-    if not call:
-        return 0
-    return abs(call.bit_length() - entry.bit_length()) if entry else UNKNOWN
 
 
 def _seen(entry: Tuned) -> str:

@@ -23,7 +23,6 @@ schedule.py (the launches that list a mask's tiles).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -90,21 +89,19 @@ def make_tuning(problem: Problem, values: Mapping[str, int]) -> Tuning:
     Knobs that are gone may have the value that is left (`Tuning.retired`); RetiredKnob names those with another one.
     ValueError names knobs that are unknown, and missing ones that have no default.
     """
-    cls = family_of(problem).tuning
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    renamed = {f.metadata["was"]: f.name for f in fields.values() if f.metadata["was"]}
+    family = family_of(problem)
+    cls, (types, renamed, required) = family.tuning, family.knobs
     # An old name beside the new one is kept: it is unknown.
     names = {name: name if renamed.get(name) in values else renamed.get(name, name) for name in values}
     values = {names[name]: value for name, value in values.items() if cls.retired.get(name) != value}
-    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
-    unknown, missing = values.keys() - fields.keys(), required - values.keys()
+    unknown, missing = values.keys() - types.keys(), required - values.keys()
     if unknown or missing:
         wrong = [f"{', '.join(sorted(unknown))} unknown"] if unknown else []
         wrong += [f"{', '.join(sorted(missing))} missing"] if missing else []
         what = f"tuning of {problem.arch.value} {problem.dtype.value} {problem.direction.value}"
         error = ValueError if missing or unknown - cls.retired.keys() else RetiredKnob
-        raise error(f"{what}: {'; '.join(wrong)}. Its knobs are {', '.join(fields)}")
-    return cls(**{n: bool(v) if fields[n].type in (bool, "bool") else int(v) for n, v in values.items()})
+        raise error(f"{what}: {'; '.join(wrong)}. Its knobs are {', '.join(types)}")
+    return cls(**{name: types[name](value) for name, value in values.items()})
 
 
 def spec_from_json(data: Mapping[str, Any]) -> Spec:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from attnforge.codegen.plan import Infeasible, Plan
 from attnforge.codegen.spec import Problem, Spec, Tuning, plain
@@ -34,6 +36,14 @@ class Family:
     reasons: Mapping[str, str] = field(default_factory=dict)
     # Kernels that split the keys, likewise, for this many query rows of a kv head: fewest, most.
     split_space: Callable[[Problem, int, int], Iterator[Tuning]] | None = None
+
+    @cached_property
+    def knobs(self) -> tuple[dict[str, type[int]], dict[str, str], set[str]]:
+        """The knobs' types by name, their names by the ones that they had before, and those without a default."""
+        fields = dataclasses.fields(self.tuning)
+        types = {f.name: bool if f.type in (bool, "bool") else int for f in fields}
+        renamed = {f.metadata["was"]: f.name for f in fields if f.metadata["was"]}
+        return types, renamed, {f.name for f in fields if f.default is dataclasses.MISSING}
 
     def require_honoured(self, problem: Problem) -> None:
         """Infeasible, naming field and value, unless every field is at its default or honoured."""

@@ -65,7 +65,7 @@ def settings() -> Settings:
         _cache_dir(),
         compiler,
         jit=not _flag(NO_JIT),
-        tables=_tables(),
+        tables=table_folders(),
         chaos=_number(CHAOS, "seeds"),
         canary=_number(CANARY, "numbers of calls"),
         disabled=_flag(DISABLE),
@@ -106,7 +106,8 @@ def _number(name: str, words: str) -> int:
     return int(given)
 
 
-def _tables() -> tuple[Path, ...]:
+def table_folders() -> tuple[Path, ...]:
+    """`Settings.tables` alone: dispatch asks for it at each choice."""
     given = [part for part in os.environ.get(TABLES, "").split(os.pathsep) if part]
     if not given:
         return (_user_folder(platformdirs.user_data_path) / "tables",)
