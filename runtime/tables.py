@@ -151,7 +151,7 @@ class Tuned:
 
 def _problem_of(spec: Mapping[str, Any]) -> Problem:
     """The problem of a spec as JSON. Those of a table are equal to a few dozens, each of which is made once."""
-    return _problem(tuple((f.name, spec[f.name]) for f in PROBLEM_FIELDS if f.name in spec))
+    return _problem(tuple(one for one in spec.items() if one[0] != "tuning"))
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
+import random
 import re
 from dataclasses import replace
 from itertools import islice, product
@@ -252,6 +254,157 @@ def test_every_head_dim_has_a_kernel_by_the_packages_tables(name: str, direction
             taken.add(head_dim)
             assert -(-int(match[1]) // 16) >= -(-head_dim // 16)
     assert {32, 40, 48, 80, 112, 120, 160, 224} <= taken
+
+
+def by_criteria(entry: Tuned, call: Problem, group: int, size: int, **more: Any) -> tuple[Any, ...]:
+    """What `tables.choose` says that entries of one head_dim are sorted by."""
+    tuned, strict = entry.spec.problem, more["deterministic"]
+    kinds = (tuned.mask_mod, tuned.planes, tuned.intervals, tuned.mask, tuned.dtype)
+    wanted = (call.mask_mod, call.planes, call.intervals, call.mask, call.dtype)
+    score = 0 if tuned.score == call.score else 3 if tuned.score else 2
+    keys = [
+        abs(seen) if mask is Mask.SPANS else length if mask is Mask.FULL else -(-length // 2)
+        for mask, length, seen in (
+            (tuned.mask, entry.size, entry.visible_keys),
+            (call.mask, size, more["visible_keys"]),
+        )
+    ]
+    octaves = (
+        abs(keys[0].bit_length() - keys[1].bit_length()) if all(keys) else bool(keys[1]) * tables.UNKNOWN
+    )
+    length = abs(entry.size.bit_length() - size.bit_length())
+    converted = strict and not (entry.fixed_order and entry.group == group)
+    long = call.mask is Mask.SPANS and more["visible_keys"] <= 0 and not strict
+    return (
+        *(mine != theirs for mine, theirs in zip(kinds, wanted, strict=True)),
+        score,
+        long and not entry.spec.tuning.adds_in_any_order,
+        length + octaves + tables.CONVERTED * converted,
+        length,
+        abs(math.log2(entry.group / group)),
+        abs(entry.rounds - more["rounds"]),
+    )
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_the_order_of_many_entries_is_that_of_the_criteria(direction: Direction, tmp_path: Path) -> None:
+    """Of random entries of two devices and random calls."""
+    draw = random.Random(direction.value)
+    base = replace(PROBLEM, arch=Arch.SM90A, head_dim=64, direction=direction)
+    scores = (ScoreMod(), ScoreMod("softcap: 20.0 * tanh(score / 20.0)"))
+
+    def problem() -> Problem:
+        mask, dtype = draw.choice((Mask.FULL, Mask.CAUSAL, Mask.SPANS)), draw.choice((*DType,)[1:])
+        unions = {"intervals": draw.choice((1, 1, 2))} if mask is Mask.SPANS else {}
+        return replace(base, mask=mask, dtype=dtype, score=draw.choice(scores), **unions)
+
+    def numbers() -> dict[str, Any]:
+        strict = direction is Direction.BACKWARD and draw.random() < 0.3
+        return {"deterministic": strict, "rounds": draw.choice((0, 3, tables.MANY))}
+
+    tunings = [spec.tuning for spec in islice(candidates(base), 0, 300, 20)]
+    tunings += [spec.tuning for spec in islice(deterministic_candidates(base), 6)]
+    found = []
+    for name, _ in product((H200, OTHER), range(150)):
+        one, tuning = problem(), draw.choice(tunings)
+        seen = draw.choice((0, 90, 700)) if one.mask is Mask.SPANS else 0
+        size, speed = 1 << draw.randint(7, 16), draw.choice((1.0, 2.0))
+        found.append(
+            (name, Tuned(Spec(one, tuning), draw.choice((1, 4, 7)), size, 1.0, speed, {}, seen, **numbers()))
+        )
+    for device in (H200, OTHER):
+        tables.save(device, [entry for name, entry in found if name == device], tmp_path)
+    kept = [(device, entry) for device in (H200, OTHER) for entry in tables.load(device, tmp_path)]
+    for _ in range(60):
+        call, group, size = problem(), draw.choice((1, 2, 7)), draw.randint(100, 100_000)
+        more = {"visible_keys": draw.choice((-90, 0, 90, 900)) if call.mask is Mask.SPANS else 0} | numbers()
+
+        def key(one: tuple[str, Tuned]) -> tuple[Any, ...]:
+            name, entry = one
+            speed = name != H200, -entry.tflops, entry.spec.slug
+            return (*by_criteria(entry, call, group, size, **more), *speed)  # noqa: B023
+
+        counting = [one for one in kept if more["deterministic"] or not one[1].deterministic]
+        expected = [entry for _, entry in sorted(counting, key=key)]
+        offers = tables.offers(call, group, size, H200, [tmp_path], **more)
+        assert [offer.entry for offer in offers] == expected
+
+
+def test_entries_of_other_classes_are_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read a table of a thousand would take longer than all else of a choice."""
+    built, from_json = [], Tuned.from_json
+
+    def noting(data: dict[str, Any]) -> Tuned:
+        built.append(data["spec"]["head_dim"])
+        return from_json(data)
+
+    tables.save(H200, [*entries(PROBLEM, 2), *entries(replace(PROBLEM, head_dim=64), 3)], tmp_path)
+    monkeypatch.setattr(Tuned, "from_json", staticmethod(noting))
+    assert len(chosen(PROBLEM, tmp_path)) == len(chosen(PROBLEM, tmp_path, size=9000)) == 2
+    assert built == [128, 128]
+    assert len(chosen(replace(PROBLEM, head_dim=64), tmp_path)) == 3
+    assert built == [128, 128, 64, 64, 64]
+
+
+def test_a_choice_looks_for_tables_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_tables_of(tmp_path, monkeypatch)
+    looked, folders = [], tables.folders
+
+    def noting() -> tuple[Path, ...]:
+        looked.append(1)
+        return folders()
+
+    monkeypatch.setattr(tables, "folders", noting)
+    target = dispatch.Target(H200, (Arch.SM90A, Arch.SM90))
+    problem = replace(PROBLEM, arch=Arch.SM90A)
+    first, second = islice(candidates(problem), 2)
+
+    def chosen_now() -> Spec:
+        return dispatch.choose_for(problem, 7, 1024, target).spec
+
+    assert chosen_now() == first
+    tables.save(H200, [Tuned(second, 7, 1024, 1.0, 1.0)], tmp_path)
+    assert chosen_now() == second
+    assert len(looked) == 2
+    with tables.unchanged():
+        assert chosen_now() == chosen_now() == second
+    assert len(looked) == 3
+
+
+def test_what_is_wrong_with_a_table_is_said_by_choices(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that is none, an entry of the call's class that is none, and one of a kernel that is gone."""
+    path = tables.table_path(H200, tmp_path)
+    backward = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A)
+    good, bad = (entry.to_json() for entry in entries(backward, 2))
+    without = {name: value for name, value in bad.items() if name != "ms"}
+    for text in ("{", '{"a": 1}', "[1]", '[{"class": {}}]', json.dumps([good, without])):
+        path.write_text(text)
+        tables._divided.cache_clear()
+        tables._of_file.cache_clear()
+        with pytest.raises(ValueError, match=r"nvidia-h200.json is not a tuned table.*delete it"):
+            chosen(backward, tmp_path)
+    bad["spec"]["tuning"]["descending"] = 1
+    path.write_text(json.dumps([good, bad]))
+    tables._divided.cache_clear()
+    tables._own.cache_clear()
+    tables._of_file.cache_clear()
+    tables._tiers.cache_clear()
+    assert [spec.to_json() for spec in chosen(backward, tmp_path)] == [good["spec"]]
+    assert "an entry is skipped" in caplog.text
+
+
+def test_a_refusal_of_a_plan_is_raised_anew() -> None:
+    """Plans are kept; an error that is raised twice would gather tracebacks."""
+    spec = Spec(HOPPER, replace(next(candidates(HOPPER)).tuning, tile_n=176))
+    raised = []
+    for _ in range(2):
+        with pytest.raises(Infeasible, match="must be multiples") as caught:
+            tables.planned(spec)
+        raised.append(caught.value)
+    assert raised[0] is not raised[1]
+    assert str(raised[0]) == str(raised[1])
 
 
 def test_the_nearest_ratio_is_the_one_with_the_nearest_quotient(tmp_path: Path) -> None:
