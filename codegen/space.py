@@ -49,13 +49,14 @@ def deterministic_candidates(
     problem: Problem, order: Callable[[Tuning], float] | None = None
 ) -> Iterator[Spec]:
     """Those of `candidates` that sum in a fixed order."""
-    for spec, plan in _planned(problem, _may_be_deterministic, order):
+    maybe = _may_be_deterministic if problem.arch.is_gpu else lambda tuning: True
+    for spec, plan in _planned(problem, maybe, order):
         if plan.deterministic:
             yield spec
 
 
 def _may_be_deterministic(tuning: Tuning) -> bool:
-    """Kernels without such a knob always are, or never."""
+    """Of a GPU: kernels without such a knob always are, or never."""
     return bool(getattr(tuning, "deterministic", True))
 
 

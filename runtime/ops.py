@@ -110,7 +110,6 @@ def attention(
         gradients.
     scale: factor of q k^T, above 0 in float32 (kernels use the nearest value in 1e-30 to 2e38); None: D ** -0.5.
     deterministic: gradients have the same bits on every run; implied by torch.use_deterministic_algorithms(True).
-        Those of a score's tensors then take 80 bytes for each element that several pairs read.
     score: a function of each scaled score, see attnforge.scores. sinks: (Hq), logits that join each row's softmax
         denominator, differentiable; see `with_sinks`.
 

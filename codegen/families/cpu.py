@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attnforge.codegen import host
@@ -274,7 +274,13 @@ def forward_tunings(problem: Problem) -> Iterator[CpuForward]:
 
 
 def backward_tunings(problem: Problem) -> Iterator[CpuBackward]:
-    """Backward tunings of `problem`, likewise."""
+    """Backward tunings of `problem`, likewise; then with deterministic sums, where that is a choice."""
+    shapes = list(_backward_shapes(problem))
+    yield from shapes
+    yield from (replace(t, deterministic=True) for t in shapes if problem.score.wanted)
+
+
+def _backward_shapes(problem: Problem) -> Iterator[CpuBackward]:
     lanes, rows, cols = AMX_BLOCK
     for tile_m, panels in AMX_BACKWARD_SHAPES if _takes_amx(problem) else ():
         yield CpuBackward(tile_m, panels * lanes * cols, lanes, rows, cols, pairs=True, amx=True)

@@ -203,8 +203,8 @@ inline bool has_own_elements(const std::string& axes, const Tensor& x, const Par
     });
 }
 
-// Memory for exact sums of the gradients of a score's tensors, zeros at first. None if the variant has no such sums, and
-// for a tensor whose elements get one addition each.
+// Memory for exact sums of the gradients of a score's tensors, zeros at first. None if the variant has no such sums,
+// and for a tensor whose elements get one addition each.
 inline std::vector<Tensor> score_bins_of(const Variant& variant, const Score& score, Params& p) {
     unsigned long long** const places[] = {&p.score_bins0, &p.score_bins1, &p.score_bins2, &p.score_bins3};
     std::vector<Tensor> found;

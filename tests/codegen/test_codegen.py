@@ -15,11 +15,13 @@ from attnforge.codegen.families import FAMILIES, make_plan, make_tuning, spec_fr
 from attnforge.codegen.families.sm80 import Sm80Forward
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import PROBLEM_FIELDS, Arch, Direction, DType, Mask, Problem, Spec
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)
+LEARNED = ScoreMod("bias(t0: float32[1] grad): score + t0[h]")
 PROBLEMS = [
     Problem(FORWARD, Arch.CPU, DType.FLOAT32, 64, Mask.SPANS, 4),
     Problem(FORWARD, Arch.CPU, DType.BFLOAT16, 72, Mask.CAUSAL, 2),
@@ -31,6 +33,7 @@ PROBLEMS = [
     Problem(BACKWARD, Arch.SM120, DType.FLOAT16, 72, Mask.CAUSAL, 8),
     Problem(FORWARD, Arch.CPU, DType.FLOAT32, 41, Mask.DENSE, 4, 64),
     Problem(BACKWARD, Arch.CPU, DType.BFLOAT16, 64, Mask.DENSE, 2, 41),
+    Problem(BACKWARD, Arch.CPU, DType.FLOAT32, 48, Mask.FULL, 4, score=LEARNED),
     Problem(FORWARD, Arch.SM89, DType.BFLOAT16, 64, Mask.DENSE, 2, 41),
     Problem(BACKWARD, Arch.SM80, DType.FLOAT16, 44, Mask.DENSE, 8),
     Problem(BACKWARD, Arch.SM90, DType.BFLOAT16, 192, Mask.DENSE, 16, 128),
