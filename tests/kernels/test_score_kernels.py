@@ -14,7 +14,7 @@ import gxx
 import pytest
 import torch
 from _pytest.mark import ParameterSet
-from cpu_kernel import Params, ScoreRef, full_params
+from cpu_kernel import Params, ScoreRef, full_params, set_score_gradients
 from emulator import FLAGS, PARTS, Emulated
 from oracle import Shape, draw, make_mask
 from score_oracle import attended, compare, functions, learned, learned_oracle, oracle
@@ -384,6 +384,7 @@ extern "C" void run(const Params* p, const float* weights, const float* dp_, int
         }
         FLUSH
     }, 1, 32, 0);
+    ROUND
 }
 """
 LEARNED_TILES: dict[str, tuple[str, tuple[int, ...], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
@@ -415,18 +416,17 @@ LEARNED_TILES: dict[str, tuple[str, tuple[int, ...], Callable[[Tensor, Tensor, T
 }
 
 
-@pytest.mark.parametrize("query0", [0, 256])
+@pytest.mark.parametrize(("query0", "deterministic"), [(0, False), (256, False), (256, True)])
 @pytest.mark.parametrize("name", LEARNED_TILES)
 def test_gradients_of_tensors_in_a_warp_of_the_hopper_backward(
-    name: str, query0: int, tmp_path: Path
+    name: str, query0: int, deterministic: bool, tmp_path: Path
 ) -> None:
     """Three steps, of which pairs are hidden; the dP of these is NaN where the formula's derivative is not constant."""
     formula, shape, function = LEARNED_TILES[name]
     text = ScoreMod(f"a(t0: float32[{len(shape)}] grad): score + {formula}")
     problem = Problem(BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=text)
-    parts = re.split(
-        r"(?=^// ---- )", full_params(render(next(candidates(problem))).text), flags=re.MULTILINE
-    )
+    source = render(ordered(next(candidates(problem)), deterministic))
+    parts = re.split(r"(?=^// ---- )", full_params(source.text), flags=re.MULTILINE)
     kept = "".join(s for s in parts[1:] if s.startswith(("// ---- Specialisation", "// ---- Score")))
     held = sum(read.held for read in text.reads)
     words = {
@@ -434,7 +434,8 @@ def test_gradients_of_tensors_in_a_warp_of_the_hopper_backward(
         "ARGUMENTS": "held,",
         "FLUSH": "add_held(*p, held);",
     }
-    run = SUMMED
+    rounding = "launch([=] { round_score_gradients(*p, 32); }, 2, 32, 0);"
+    run = SUMMED.replace("ROUND", rounding if deterministic else "")
     for word, code in words.items():
         run = run.replace(word, code if held else "")
     path = tmp_path / "summed.cpp"
@@ -446,13 +447,15 @@ def test_gradients_of_tensors_in_a_warp_of_the_hopper_backward(
     seen = (torch.rand(key.shape) < 0.7) & (query > 0)
     weights, dp = torch.rand(key.shape).where(seen, 0), torch.randn(key.shape)
     varying = all(read.slope.names for read in text.reads)
-    tensor, sums = torch.zeros(shape, requires_grad=True), torch.zeros(shape)
-    p = Params(score0=ScoreRef.of(tensor.detach()), dscore0=ScoreRef.of(sums))
+    tensor, found = torch.zeros(shape, requires_grad=True), dict[int, Tensor]()
+    p = Params(score0=ScoreRef.of(tensor.detach()), batch=2, heads_q=3, seq_q=500, seq_k=40)
+    bins = set_score_gradients(p, source.plan, [tensor], found)
+    assert len(bins) == deterministic
     given = dp.where(seen, torch.nan) if varying else dp
     library.run(ctypes.byref(p), *(ctypes.c_void_p(x.data_ptr()) for x in (weights, given)), query0)
     changes = function(tensor, query.clamp(min=1), key).double()
     (exact,) = torch.autograd.grad(changes, tensor, weights.double() * dp)
-    torch.testing.assert_close(sums, exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
+    torch.testing.assert_close(found[0], exact, rtol=1e-4, atol=1e-4 * exact.abs().max().item())
 
 
 def test_scores_of_several_tensors_get_small_tiles() -> None:

@@ -308,6 +308,18 @@ def test_deterministic_gradients_of_a_bias(names: tuple[str, ...], batch: int) -
     assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("batch", "of_pair"), [(1, True), (2, False)])
+def test_memory_of_deterministic_gradients_of_a_bias(batch: int, of_pair: bool) -> None:
+    """Where each pair has an element of its own, there are no sums to keep."""
+    x = draw(Shape(33, 50, 16, 2, 1, batch), torch.float32, "cpu")
+    plane = torch.randn(2, 33, 50, requires_grad=True)
+    out = attnforge.attention(x.q, x.k, x.v, score=scores.bias(plane), deterministic=True)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        torch.autograd.grad(out, plane, x.dout)
+    most = max(event.cpu_memory_usage for event in profile.events() if event.name == "aten::zeros")
+    assert most == plane.numel() * (4 if of_pair else 80)
+
+
 def shared_bias(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, plane: Tensor) -> Tensor:
     """As scores.bias, whose axes of size 1 are expanded."""
     return s + plane.expand(s.shape)[b, h, i, j]
