@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -142,13 +143,27 @@ def find_nvcc(env: Mapping[str, str]) -> Path | None:
     return None
 
 
-def find_host_compiler(env: Mapping[str, str]) -> Path | None:
-    """$CXX if set, else the first of g++, clang++, c++ on the PATH; absolute."""
-    names = (env["CXX"],) if env.get("CXX") else ("g++", "clang++", "c++")
-    for name in names:
+def host_compiler(env: Mapping[str, str]) -> tuple[str, ...]:
+    """$CXX if set, else the first of g++, clang++, c++ on the PATH: the program, absolute, and its first arguments.
+
+    CXX may be a program with arguments, as for make: `ccache g++`. Raises NoCompilerError.
+    """
+    given = env.get("CXX", "").strip()
+    for name, *arguments in ((given,), _words(given)) if given else (("g++",), ("clang++",), ("c++",)):
         if found := shutil.which(name, path=env.get("PATH", "")):
-            return Path(found).absolute()
-    return None
+            return (str(Path(found).absolute()), *arguments)
+    raise NoCompilerError(
+        f"no C++ compiler: looked for {f'CXX={given}' if given else 'g++, clang++ and c++'} on the PATH; install one "
+        "(Debian: apt-get install g++) or set CXX to one"
+    )
+
+
+def _words(command: str) -> tuple[str, ...]:
+    """The words of a command line; the whole of it if a quote is not closed."""
+    try:
+        return tuple(shlex.split(command))
+    except ValueError:
+        return (command,)
 
 
 def nvcc_toolchain(program: Path, arch: Arch) -> Command:
@@ -160,19 +175,14 @@ def nvcc_toolchain(program: Path, arch: Arch) -> Command:
 def host_toolchain(env: Mapping[str, str]) -> Command:
     """The C++ compiler. Its identity includes the instruction set that `native` means here: machines of different
     kinds may share a home directory, and code for the wrong one dies of an illegal instruction."""
-    program = find_host_compiler(env)
-    if program is None:
-        looked = f"CXX={env['CXX']}" if env.get("CXX") else "g++, clang++ and c++"
-        raise NoCompilerError(
-            f"no C++ compiler: looked for {looked} on the PATH; install one (Debian: apt-get install g++) "
-            "or set CXX to one"
-        )
-    macros = probe((str(program), "-march=native", "-E", "-dM", "-x", "c++", os.devnull))
+    compiler = host_compiler(env)
+    macros = probe((*compiler, "-march=native", "-E", "-dM", "-x", "c++", os.devnull))
     native = hashlib.sha256("\n".join(sorted(macros.splitlines())).encode()).hexdigest()
-    version = probe((str(program), "--version")).splitlines()[0]
+    version = probe((*compiler, "--version")).splitlines()[0]
     # A library built against a newer C library does not load with an older one.
     identity = f"{version}; {os.confstr('CS_GNU_LIBC_VERSION')}; native {native}"
-    return Command(program.name, program, identity, CPU_FLAGS, "kernel.so")
+    program, *arguments = compiler
+    return Command(Path(program).name, Path(program), identity, (*arguments, *CPU_FLAGS), "kernel.so")
 
 
 def probe(command: tuple[str, ...]) -> str:

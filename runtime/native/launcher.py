@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import sys
 import threading
@@ -25,7 +26,7 @@ from attnforge.codegen import native
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.build.notice import announce
-from attnforge.runtime.build.toolchain import host_toolchain, run
+from attnforge.runtime.build.toolchain import host_compiler, probe, run
 
 log = logging.getLogger("attnforge")
 
@@ -38,18 +39,21 @@ LINK_FLAGS = ("-Wl,--exclude-libs,libstdc++.a",)
 PREBUILT = Path(__file__).parent / "prebuilt"
 
 # It also loads the result: what does not load is not published. ninja comes from its package, not the PATH.
-# torch quotes its folders of headers but not that of its libraries, which may have a space.
+# torch quotes its folders of headers but not that of its libraries, which may have a space. In the path of a source it
+# quotes spaces only, not what ninja reads as its own (`:`, `$`); ninja and the compiler run inside the directory.
+# $CXX says whether there is a ccache: torch would put another one before it.
 BUILD = """
 import os, shlex, sys
 import ninja
 directory, compiler, count, *flags = sys.argv[1:]
 count = int(count)
 os.environ["PATH"] = ninja.BIN_DIR + os.pathsep + os.environ.get("PATH", "")
-os.environ["CXX"] = compiler
+os.environ["CXX"], os.environ["TORCH_NO_COMPILER_WRAPPER"] = compiler, "1"
 from torch.utils import cpp_extension
 cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
-cpp_extension.load("attnforge_launcher", [directory + "/launcher.cpp"], extra_cflags=flags[:count],
-    extra_ldflags=flags[count:], build_directory=directory, is_python_module=False, with_cuda=False)
+cpp_extension.load("attnforge_launcher", ["/proc/self/cwd/launcher.cpp"],
+    extra_cflags=flags[:count], extra_ldflags=flags[count:],
+    build_directory=directory, is_python_module=False, with_cuda=False)
 """
 
 _lock = threading.Lock()
@@ -161,10 +165,12 @@ def build(directory: Path, texts: dict[str, str]) -> None:
     )
     for name, text in texts.items():
         (directory / name).write_text(text)
-    compiler = host_toolchain(os.environ).program
+    found = host_compiler(os.environ)
+    probe((*found, "--version"))  # where it cannot run, this says so
+    compiler = _one_word(found, directory)
     begin = time.perf_counter()
     flags = (str(len(FLAGS)), *FLAGS, *LINK_FLAGS)
-    command = (sys.executable, "-c", BUILD, str(directory), str(compiler), *flags)
+    command = (sys.executable, "-c", BUILD, str(directory), compiler, *flags)
     code, output = run(command, directory)
     library = directory / LIBRARY
     if code != 0 or not library.is_file():
@@ -175,3 +181,13 @@ def build(directory: Path, texts: dict[str, str]) -> None:
         if path.name not in texts and path != library:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     log.debug("launcher built in %.1f s", time.perf_counter() - begin)
+
+
+def _one_word(compiler: tuple[str, ...], directory: Path) -> str:
+    """The compiler as torch takes it, without arguments: one with arguments becomes a script in `directory`."""
+    if len(compiler) == 1:
+        return compiler[0]
+    script = directory / "compiler"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join(compiler)} "$@"\n')
+    script.chmod(0o755)
+    return f"./{script.name}"

@@ -14,7 +14,7 @@ from pathlib import Path
 import kept
 
 from attnforge.codegen.spec import Arch
-from attnforge.runtime.build.toolchain import find_host_compiler, toolchain
+from attnforge.runtime.build.toolchain import host_compiler, toolchain
 
 HERE = Path(__file__).parents[1] / "emulator"  # headers and programs
 KEPT = 300  # libraries; those used longest ago go first
@@ -57,9 +57,7 @@ def unoptimising_compiler() -> Path:
     It has a version of its own, by which the cache keeps its kernels apart. The launcher is everybody's, and compiled
     as ever.
     """
-    found = find_host_compiler(os.environ)
-    assert found is not None, "no C++ compiler"
-    compiler = shlex.quote(str(found))
+    compiler = shlex.join(host_compiler(os.environ))
     text = f"""#!/bin/sh
 case "$*" in
 --version) {compiler} --version | sed '1s/$/, kernels unoptimised/' ;;

@@ -89,6 +89,23 @@ def test_a_compiler_that_cannot_answer_is_named(tmp_path: Path, monkeypatch: pyt
         toolchain.toolchain(Arch.CPU)
 
 
+@pytest.mark.parametrize("arguments", ["", " c++ '-DA=1 2'", " 'open"])
+def test_cxx_may_have_spaces_and_arguments(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path with spaces is one program; `ccache g++` is a program and its arguments, as for make."""
+    path = program(tmp_path / ("my tool" if not arguments else "tool"), "echo 1")
+    monkeypatch.setenv("CXX", f"{path}{arguments}")
+    if "open" in arguments:
+        with pytest.raises(NoCompilerError, match=r"CXX=.*tool 'open on the PATH"):
+            toolchain.host_compiler(os.environ)
+        return
+    expected = ["c++", "-DA=1 2"] if arguments else []
+    assert toolchain.host_compiler(os.environ) == (str(path), *expected)
+    command = toolchain.host_toolchain(os.environ)
+    assert (command.program, command.flags) == (path, (*expected, *toolchain.CPU_FLAGS))
+
+
 # ---- Identity
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from attnforge.runtime import inputs
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError, NoCompilerError
 from attnforge.runtime.build.settings import NO_JIT
+from attnforge.runtime.build.toolchain import host_compiler
 from attnforge.runtime.native import launcher
 
 
@@ -74,6 +77,30 @@ def test_torch_may_be_in_a_folder_with_a_space(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv(name, "/usr/bin")
     exec(compile(launcher.BUILD, "build", "exec"), {})  # noqa: S102
     assert links == ["'/my env/torch/lib'"]
+
+
+def test_a_folder_of_any_name_and_a_compiler_with_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ninja reads `:` and `$` in paths as its own: names of runs hold times. CXX may be `ccache g++`."""
+    directory = tmp_path / "run 12:30 $USER's"
+    directory.mkdir()
+    wrapper, log = tmp_path / "wrapper", tmp_path / "log"
+    wrapper.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{wrapper} {shlex.join(host_compiler(os.environ))} -DANSWER=42")
+    launcher.build(directory, {"launcher.cpp": 'extern "C" int answer() { return ANSWER; }\n'})
+    assert ctypes.CDLL(str(directory / launcher.LIBRARY)).answer() == 42
+    assert "-DANSWER=42" in log.read_text()
+    assert sorted(path.name for path in directory.iterdir()) == [launcher.LIBRARY, "launcher.cpp"]
+
+
+def test_a_compiler_that_cannot_run_is_no_compile_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "false --no")
+    with pytest.raises(NoCompilerError, match=r"false --no --version failed with status 1"):
+        launcher.build(tmp_path, launcher.sources())
 
 
 def test_failed_build_says_why_and_publishes_nothing(cache_dir: Path) -> None:
