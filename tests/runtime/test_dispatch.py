@@ -295,7 +295,7 @@ def test_the_order_of_many_entries_is_that_of_the_criteria(direction: Direction,
 
     def problem() -> Problem:
         mask, dtype = draw.choice((Mask.FULL, Mask.CAUSAL, Mask.SPANS)), draw.choice((*DType,)[1:])
-        unions = {"intervals": draw.choice((1, 1, 2))} if mask is Mask.SPANS else {}
+        unions: dict[str, Any] = {"intervals": draw.choice((1, 1, 2))} if mask is Mask.SPANS else {}
         return replace(base, mask=mask, dtype=dtype, score=draw.choice(scores), **unions)
 
     def numbers() -> dict[str, Any]:
