@@ -64,7 +64,7 @@ VARIANT: tuple[Field, ...] = (
     Field(
         "std::vector<std::string>",
         "score_axes",
-        "what indexes tensors of the score whose gradients are summed in integers (ScoreMod.axes)",
+        "indices of tensors whose gradients are summed in bins (ScoreMod.axes)",
         lambda s: s.plan.spec.problem.score.axes if s.plan.score_bins else (),
     ),
     _same("int64_t", "align", "bytes that every row start must be a multiple of", f"{_PROBLEM}.align"),
