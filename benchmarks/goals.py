@@ -221,8 +221,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     EXTRA["triton"] = triton_peer
-    for job in args.one or ():
-        compile_one(*job, args.add_peers, torch.device(args.device))
+    for label, work, pack in args.one or ():
+        compile_one(label, work, pack, args.add_peers, torch.device(args.device))
     if args.one:
         return
     launcher()  # once, before the processes that need it
