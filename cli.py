@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import click
 
 from attnforge import __version__
@@ -31,6 +34,8 @@ from attnforge.bagel.commands.warm import warm
 @click.option("--traceback", is_flag=True, help="Print the Python traceback of an error.")
 def main(traceback: bool) -> None:
     """Generate, search, check and benchmark attention kernels."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that has no arrow or é gets `?`, as stderr escapes them
+        sys.stdout.reconfigure(errors="replace")
 
 
 for command in (

@@ -33,6 +33,7 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.tables import Tuned, load, save
 
@@ -45,6 +46,16 @@ def run(*arguments: str, code: int = 0) -> Result:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == code, (result.output, result.exception)
     return result
+
+
+def test_a_terminal_without_some_letters_still_gets_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TABLES, str(tmp_path / "café"))
+    for charset, shown in (("ascii", "caf?"), ("latin-1", "café"), ("utf-8", "café")):
+        result = CliRunner(charset=charset).invoke(main, ["tables", "list"])
+        assert result.exit_code == 0, result.exception
+        assert f"{shown}  (searches write here)" in result.output
 
 
 def test_runs_from_the_root_without_importing_torch() -> None:
