@@ -34,7 +34,8 @@ from attnforge.bagel.commands.warm import warm
 @click.option("--traceback", is_flag=True, help="Print the Python traceback of an error.")
 def main(traceback: bool) -> None:
     """Generate, search, check and benchmark attention kernels."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that has no arrow or é gets `?`, as stderr escapes them
+    # In a terminal whose encoding lacks a letter, `?` is printed; stderr escapes it without our help.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
