@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from attnforge.runtime.masks import Causal as Causal
     from attnforge.runtime.masks import DenseMask as DenseMask
     from attnforge.runtime.masks import Spans as Spans
+    from attnforge.runtime.masks import load_operators as load_operators
     from attnforge.runtime.ops import attention as attention
     from attnforge.runtime.prologue import ExpertRows as ExpertRows
     from attnforge.runtime.prologue import qk_norm_rope as qk_norm_rope
@@ -53,6 +54,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flex_attention",
     "from_block_mask",
+    "load_operators",
     "masks",
     "qk_norm_rope",
     "register_huggingface",
@@ -74,6 +76,7 @@ _HOME = {
     "qk_norm_rope": "attnforge.runtime.prologue",
     "rope_tables": "attnforge.runtime.prologue",
     "Spans": "attnforge.runtime.masks",
+    "load_operators": "attnforge.runtime.masks",
     "save_attention": "attnforge.runtime.integrations.checkpointing",
     "save_attention_policy": "attnforge.runtime.integrations.checkpointing",
     "context_parallel": "attnforge.runtime.distributed.context_parallel",

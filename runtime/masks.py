@@ -22,7 +22,11 @@ _operators = torch.ops.attnforge
 
 
 def load_operators() -> bool:
-    """Load the operators, once."""
+    """Make torch.ops.attnforge usable, as the first call does; True.
+
+    What torch saved with our operators in it needs this before it is loaded in another process: torch.export.load,
+    AOTInductor's packages. Raises CompileError, NoCompilerError or CacheError if the launcher cannot be built.
+    """
     operators()
     return True
 

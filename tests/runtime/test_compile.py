@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,3 +161,28 @@ def test_compile_with_cuda_graphs(inside: bool) -> None:
         torch.testing.assert_close(got, expected)
         for ours, theirs in zip(x.grads(got), wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = attnforge.masks.documents([20, 12], "cpu", causal=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = attnforge.attention(x, x, x, self.mask)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def test_an_exported_program_is_loaded_by_another_process(tmp_path: Path) -> None:
+    x = torch.randn(1, 2, 32, 16)
+    torch.export.save(torch.export.export(Layer(), (x,)), tmp_path / "layer.pt2")
+    torch.save(x, tmp_path / "x.pt")
+    code = """
+import torch
+import attnforge
+attnforge.load_operators()
+torch.save(torch.export.load("layer.pt2").module()(torch.load("x.pt")), "out.pt")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=tmp_path)
+    assert torch.equal(torch.load(tmp_path / "out.pt"), Layer()(x))
