@@ -94,6 +94,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q[d] to cu_seqlens_q[d + 1], and the keys likewise. They are not read on the host. Each call makes
         a mask from them on the device, in a few microseconds; one attnforge.Spans for all layers of a step saves that.
     causal: bottom-right aligned in each document. Rows that see no key, and rows after the last document, give zeros.
+        All rows have to be finite, also those after the last document.
     window_size: as for `flash_attn_func`, in each document.
     softcap: as for `flash_attn_func`. alibi_slopes: float32 (Hq) or (documents, Hq), differentiable; positions count
         within each document, the last query at the last key. One (Hq) with the same tensor for cu_seqlens_q and
