@@ -33,6 +33,7 @@ from attnforge.bagel.measure.bench import machine, ours
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.benchmarks.goals import part_of
+from attnforge.codegen.families import family_of
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Direction, DType, Problem, Spec
@@ -247,6 +248,8 @@ def save(found: Measured, args: argparse.Namespace) -> str:
     if slug not in job.specs:
         return "no entry: the choice is of no table"
     spec, timing = job.specs[slug], found.again[found.fastest if wins else CHOSEN]
+    if spec.tuning not in family_of(spec.problem).space(spec.problem):
+        return f"no entry: {slug} is in no search's space"
     try:
         list(Bench(case, job.direction).verify(kernels.load(spec, case.device)))
     except WrongResult as error:

@@ -79,7 +79,8 @@ def plan(spec: Spec) -> Plan:
     assert isinstance(t, (CpuForward, CpuBackward))
     _require_problem(spec.problem, t)
     _require_blocks(spec, t)
-    if getattr(t, "deterministic", False) and not spec.problem.score.wanted:
+    in_bins, wanted = getattr(t, "deterministic", False), bool(spec.problem.score.wanted)
+    if in_bins and not wanted:
         raise Infeasible("deterministic: is always so without gradients of a score's tensors; set it to 0")
     forward = isinstance(t, CpuForward)
     scratch = _forward_scratch(spec, t) if isinstance(t, CpuForward) else _backward_scratch(spec, t)
@@ -97,7 +98,7 @@ def plan(spec: Spec) -> Plan:
         registers=0,
         dq_accum=not forward,
         dq_semaphore=not forward,
-        deterministic=not spec.problem.score.wanted or getattr(t, "deterministic", False),
+        deterministic=in_bins or not wanted,
         bits=("q" if forward else "k") if spec.problem.packed else "",
         constants=_constants(spec, t, scratch),
     )

@@ -137,6 +137,23 @@ def test_a_wrong_kernel_becomes_no_entry(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_kernel_outside_of_the_space_becomes_no_entry(
+    filled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A search would not find it again."""
+
+    class Empty:
+        def space(self, problem: Problem) -> list[object]:
+            return []
+
+    MadeUp(monkeypatch, 3.0, 2.5)
+    monkeypatch.setattr(near_entries, "family_of", lambda problem: Empty())
+    words = ["--call", "4/2/24", "causal/96", "--table-out", str(tmp_path / "out")]
+    near_entries.main([*WORDS, *words])
+    assert "is in no search's space" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
 def test_parts_are_whole_head_dims() -> None:
     words = ["16/16/80 causal/8 causal/9 causal/10", "8/8/40 full/8", "8/8/80 full/8", "8/8/64 full/8 full/9"]
     pairs = [(line.split()[0], pack) for line in words for pack in line.split()[1:]]
