@@ -108,6 +108,12 @@ class Plan:
         """Are gradients of a score's tensors summed in integers (templates/common/score_bins.h.jinja)?"""
         return self.deterministic and bool(self.spec.problem.score.wanted)
 
+    def score_sums(self, tensor: int) -> str:
+        """C++ arguments: where the gradient of a tensor of the score is summed, in floats, integers or both."""
+        floats = not self.deterministic or self.spec.problem.score.own_elements
+        exact = self.deterministic
+        return ", ".join([f"p.dscore{tensor}"] * floats + [f"p.score_bins{tensor}"] * exact)
+
     @property
     def schedule_kind(self) -> str:
         """What the kernels of the schedule are rendered from: plans with the same text share a mask's schedules."""
