@@ -144,7 +144,7 @@ def _comparable(given: dict[str, Any]) -> bool:
     q, k = given["q"], given["k"]
     if q.numel() == 0 or k.shape[2] == 0:
         return False
-    if sampled.jumps(ScoreMod(given["score"])) or sampled.rounds(MaskMod(given["mask_mod"])):
+    if sampled.jumps(ScoreMod(given["score"])) or sampled.rounding_may_decide(MaskMod(given["mask_mod"])):
         return False
     return not (q.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -17,16 +17,16 @@ are taken as given. `Sample.spread` is the standard deviation of the error if th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from attnforge.codegen.mask_function import MaskMod
-from attnforge.codegen.score import Program, ScoreMod
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Mask
-from attnforge.runtime.score_trace import evaluate
+from attnforge.runtime.score_trace import evaluate, program_evaluator
 
 SINGLE = 2.0**-24
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -273,25 +273,6 @@ def _plane(call: Call, b: int, h: int, rows: Tensor) -> tuple[Tensor, Tensor, Te
 
 # ---- Score and mask functions
 
-_INFIX: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "+": torch.add,
-    "-": torch.sub,
-    "*": torch.mul,
-    "/": torch.true_divide,
-    "//": torch.floor_divide,
-    "%": torch.remainder,
-    "&": torch.bitwise_and,
-    "|": torch.bitwise_or,
-    "^": torch.bitwise_xor,
-    "<<": torch.bitwise_left_shift,
-    ">>": torch.bitwise_right_shift,
-    "<": torch.lt,
-    "<=": torch.le,
-    ">": torch.gt,
-    ">=": torch.ge,
-    "==": torch.eq,
-    "!=": torch.ne,
-}
 # tanh_approx is here because its error on GPUs is larger than a rounding error.
 _JUMPS = ("<", "<=", ">", ">=", "==", "!=", "floor", "ceil", "int", "tanh_approx")
 
@@ -301,10 +282,12 @@ def apply_score(
 ) -> tuple[Tensor, Tensor]:
     """The score function of raw scores (R, C) and its derivative, both (R, C).
 
-    They are computed in the dtype of `raw`, float64 or float32.
+    Floats are computed in the dtype of `raw`, float64 or float32, integers as kernels do.
     """
     leaves = {"score": raw} | indices
-    value, slope = (_run(*f, leaves, captured, raw.dtype) for f in (score.parsed, score.gradient))
+    value, slope = (
+        program_evaluator(*of, captured, raw.dtype)(leaves) for of in (score.parsed, score.gradient)
+    )
     return value.to(raw.dtype).expand(raw.shape), slope.to(raw.dtype).expand(raw.shape)
 
 
@@ -313,7 +296,7 @@ def jumps(score: ScoreMod) -> bool:
     return bool(score) and any(node.op in _JUMPS for node in score.moved)
 
 
-def rounds(mask_mod: MaskMod) -> bool:
+def rounding_may_decide(mask_mod: MaskMod) -> bool:
     """Whether the mask function computes in float32. Rounding may then change which pairs are visible."""
     exact = ("const", "leaf", "float", "neg", "abs", "maximum", "minimum", "where")
     nodes = mask_mod.parsed[0].nodes if mask_mod else []
@@ -321,45 +304,6 @@ def rounds(mask_mod: MaskMod) -> bool:
 
 
 def indices_of(b: int, h: int, rows: Tensor, keys: Tensor) -> dict[str, Tensor]:
-    """The index leaves b, h, q_idx and kv_idx of a function, which broadcast to (R, C)."""
-    one = {"b": torch.tensor(b, device=rows.device), "h": torch.tensor(h, device=rows.device)}
-    return one | {"q_idx": rows[:, None], "kv_idx": keys[None]}
-
-
-def _run(
-    program: Program,
-    result: int,
-    leaves: dict[str, Tensor],
-    captured: Sequence[Tensor],
-    dtype: torch.dtype = torch.float64,
-) -> Tensor:
-    """Evaluate node `result` of a program (codegen/score.py). Leaves are tensors that broadcast to (R, C)."""
-    values: list[Tensor] = []
-    types = {"float": dtype, "int": torch.int64, "bool": torch.bool}
-    device = leaves["score"].device
-    for node in program.nodes[: result + 1]:
-        args = [values[i] for i in node.args]
-        if node.op == "const":
-            value = torch.tensor(float(node.value), dtype=torch.float64, device=device).to(types[node.kind])
-        elif node.op == "leaf":
-            value = leaves[str(node.value)]
-        elif node.op.startswith("load:"):
-            value = _load(captured[int(node.op[5:])], args)
-            value = value.to(types[node.kind])
-        elif node.op in _INFIX:
-            value = _INFIX[node.op](*args)
-        elif node.op in ("neg", "~"):
-            value = args[0].neg() if node.op == "neg" else args[0].bitwise_not()
-        elif node.op in ("float", "int"):
-            value = args[0].to(types[node.op])
-        else:
-            value = getattr(torch, node.op.removesuffix("_approx"))(*args)
-        values.append(value)
-    return values[result]
-
-
-def _load(x: Tensor, at: list[Tensor]) -> Tensor:
-    """Index a captured tensor as kernels do: a negative index counts from the end, then indices are clamped."""
-    inside = [torch.where(i < 0, i + size, i).clamp(0, size - 1) for i, size in zip(at, x.shape, strict=True)]
-    found = x[tuple(torch.broadcast_tensors(*inside))]
-    return found.double() if found.dtype.is_floating_point else found.long()
+    """The index leaves b, h, q_idx and kv_idx of a function, int32, which broadcast to (R, C)."""
+    one = {name: torch.tensor(i, dtype=torch.int32, device=rows.device) for name, i in (("b", b), ("h", h))}
+    return one | {"q_idx": rows[:, None].int(), "kv_idx": keys[None].int()}

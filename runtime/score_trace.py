@@ -531,26 +531,31 @@ _TORCH: dict[str, Callable[..., Tensor]] = {
     "//": lambda x, y: torch.div(x, y, rounding_mode="floor"), "%": operator.mod,
     "&": operator.and_, "|": operator.or_, "^": operator.xor, "<<": operator.lshift, ">>": operator.rshift,
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
-    "neg": operator.neg, "~": lambda x: ~x, "float": lambda x: x.float(), "int": lambda x: x.int(),
-    "tanh_approx": torch.tanh,
+    "neg": operator.neg, "~": lambda x: ~x, "tanh_approx": torch.tanh,
 }  # fmt: skip
-_DTYPE = {"float": torch.float32, "int": torch.int32, "bool": torch.bool}
 
 
 def evaluate(text: Formula, leaves: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """What the function gives with torch's operations, for tensors of indices by name that can be broadcast.
+    """What the function gives with torch's operations, for int32 tensors of indices by name that can be broadcast.
 
-    As in kernels, an index of a captured tensor below 0 counts from its end, one outside of it is moved inside, and an
-    integer divided by 0 gives 0.
+    As in kernels, integers wrap around at 32 bits, an index of a captured tensor below 0 counts from its end, one
+    outside of it is moved inside, and an integer divided by 0 gives 0.
     """
     return evaluator(text, tensors)(leaves)
 
 
 def evaluator(text: Formula, tensors: Sequence[Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor]:
     """`evaluate` as a function of the leaves. torch.compile can trace it."""
-    program, result = text.parsed
+    return program_evaluator(*text.parsed, tensors)
+
+
+def program_evaluator(
+    program: Program, result: int, tensors: Sequence[Tensor], floats: torch.dtype = torch.float32
+) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """The same of value `result` of a program, such as a derivative, with floats of the dtype `floats`."""
     # Dynamo wraps tuples, and no Node.
     nodes = [(node.op, node.args, node.kind, node.value) for node in program.nodes[: result + 1]]
+    dtypes = {"float": floats, "int": torch.int32, "bool": torch.bool}
 
     def evaluated(leaves: Mapping[str, Tensor]) -> Tensor:
         device = next(iter(leaves.values())).device
@@ -559,15 +564,22 @@ def evaluator(text: Formula, tensors: Sequence[Tensor]) -> Callable[[Mapping[str
             args = [found[i] for i in operands]
             if op == "const":
                 # Not torch.tensor, which is a tensor outside of a graph: FlexAttention's lowering wants none.
-                found.append(torch.full((), float(value), dtype=_DTYPE[kind], device=device))
+                found.append(torch.full((), float(value), dtype=dtypes[kind], device=device))
             elif op == "leaf":
                 found.append(leaves[str(value)])
             elif op.startswith("load:"):
-                found.append(_element(tensors[int(op[5:])].to(device), args).to(_DTYPE[kind]))
+                found.append(_element(tensors[int(op[5:])].to(device), args).to(dtypes[kind]))
+            elif op in ("float", "int"):
+                found.append(args[0].to(dtypes[op]))
             elif op in ("//", "%") and nodes[operands[1]][0] != "const":
                 none = args[1] == 0  # torch refuses to divide
                 found.append(torch.where(none, 0, _TORCH[op](args[0], torch.where(none, 1, args[1]))))
             else:
+                if kind == "float":  # torch would make float32 of integers, whatever `floats` is
+                    args = [
+                        x.to(floats) if nodes[i][2] == "int" else x
+                        for i, x in zip(operands, args, strict=True)
+                    ]
                 found.append((_TORCH.get(op) or getattr(torch, op))(*args))
         return found[result]
 

@@ -146,6 +146,19 @@ def test_samples_of_scores_are_the_definition(name: str) -> None:
         assert torch.allclose(found[result].view_as(exact), exact, rtol=1e-5, atol=1e-5), result
 
 
+def test_integers_of_a_score_are_those_of_kernels(watch: Callable[[int], None], compared: list[str]) -> None:
+    """They wrap around at 32 bits, and an integer divided by 0 gives 0."""
+    watch(1)
+    divisors = torch.arange(LENGTH, dtype=torch.int32) % 3
+
+    def function(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + (i // divisors[j]) * 0.01 + (i * 1013904223 % 7) * 0.1
+
+    q, k, v, _ = draw()
+    attnforge.attention(q, k, v, score=attnforge.scores.score_mod(function))
+    assert set(compared) == {"out", "lse"}
+
+
 def test_functions_that_jump_with_the_score_are_not_compared() -> None:
     def step(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.where(score > 0, score, 2 * score)
