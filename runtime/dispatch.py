@@ -35,7 +35,6 @@ log = logging.getLogger("attnforge")
 
 CONVERTED = "with deterministic sums"  # ends the reason for a kernel that no search has found
 
-_DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 _reasons: dict[int, str] = {}  # of the latest choice of each handle
 _ON_CPU = (DType.FLOAT32, DType.BFLOAT16)
 
@@ -257,7 +256,7 @@ def resolve(
     problem = Problem(
         direction,
         arch,
-        _DTYPES[dtype],
+        kernels.DTYPES[dtype],
         head_dim,
         kind,
         align,

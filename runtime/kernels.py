@@ -22,6 +22,7 @@ TORCH_DTYPES = {
     DType.BFLOAT16: torch.bfloat16,
     DType.FLOAT16: torch.float16,
 }
+DTYPES = {value: key for key, value in TORCH_DTYPES.items()}
 
 # Compute capability -> targets, the preferred one first. A cubin runs on later minor versions of its major.
 ARCHS = {
@@ -119,7 +120,9 @@ def load(spec: Spec, device: torch.device) -> int:
         # Another thread may have been faster; a second copy would only take memory.
         if (spec, device, chaos) not in _handles:
             with entry.library() as path:
-                handle = torch.ops.attnforge.add_variant(describe(source), device, _bytes(entry), str(path))
+                handle = torch.ops.attnforge.add_variant(
+                    describe(source), device, binary_of(entry), str(path)
+                )
                 _handles[spec, device, chaos] = int(handle)
         return _handles[spec, device, chaos]
 
@@ -129,11 +132,12 @@ def spec_of(handle: int) -> Spec:
     return next(spec for (spec, _, _), known in _handles.items() if known == handle)
 
 
-def _bytes(entry: cache.Entry) -> torch.Tensor:
+def binary_of(entry: cache.Entry) -> torch.Tensor:
+    """The machine code of a kernel as the operators take it: uint8 (bytes)."""
     return torch.frombuffer(bytearray(entry.binary), dtype=torch.uint8)
 
 
 def load_mask_kernels(device: torch.device) -> None:
     """Called by mask_makers.h: compile and load the kernels that make mask data on a GPU. Errors as `load`."""
     entry = cache.obtain(mask_kernels(target(device)))
-    torch.ops.attnforge.add_mask_kernels(_bytes(entry), device)
+    torch.ops.attnforge.add_mask_kernels(binary_of(entry), device)

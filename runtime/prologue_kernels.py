@@ -45,7 +45,6 @@ from attnforge.runtime.native.launcher import launcher
 log = logging.getLogger("attnforge")
 
 TUNED = "prologue"  # folder of a folder of tables
-_DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 _CTYPES: dict[str, Any] = {"int": ctypes.c_int, "float": ctypes.c_float, "long long": ctypes.c_longlong}
 
 # ---- Choosing and loading
@@ -80,7 +79,7 @@ def load(spec: PrologueSpec, device: torch.device) -> Kernel:
         launcher()
         source = render(spec)
         entry = obtain(source)
-        binary = torch.frombuffer(bytearray(entry.binary), dtype=torch.uint8)
+        binary = kernels.binary_of(entry)
         with _lock:
             handles = []
             for symbol in source.symbols:
@@ -128,11 +127,12 @@ def _tuned(problem: PrologueProblem, device_name: str) -> Iterator[PrologueSpec]
 def tuned_specs(device_name: str, folder: Path) -> tuple[PrologueSpec, ...]:
     """The winners that a folder of tables has for a device. ValueError names a file that is no table."""
     path = tables.table_path(device_name, folder / TUNED)
-    return _read(path, path.stat().st_mtime_ns) if path.exists() else ()
+    version = tables.file_version(path)
+    return _read(path, *version) if version else ()
 
 
 @lru_cache(maxsize=32)
-def _read(path: Path, modified: int) -> tuple[PrologueSpec, ...]:
+def _read(path: Path, modified: int, inode: int) -> tuple[PrologueSpec, ...]:
     try:
         return tuple(spec_from_slug(entry["spec"]) for entry in json.loads(path.read_text()))
     except (ValueError, TypeError, KeyError) as error:
@@ -157,10 +157,10 @@ def _kernel(
     """That of `spec`, else the chosen one, for heads like x (tokens, heads, head_dim) at addresses of these bits."""
     if spec is not None:
         return load(spec, x.device)
-    wide = _DTYPES[weights[0].dtype] if weights else DType.FLOAT32
-    dtype, head_dim = _DTYPES[x.dtype], x.shape[2]
+    wide = kernels.DTYPES[weights[0].dtype] if weights else DType.FLOAT32
+    dtype, head_dim = kernels.DTYPES[x.dtype], x.shape[2]
     bits |= head_dim * x.element_size() | 16
-    arch, table, norm = kernels.target(x.device), _DTYPES[cos.dtype], bool(weights)
+    arch, table, norm = kernels.target(x.device), kernels.DTYPES[cos.dtype], bool(weights)
     problem = PrologueProblem(direction, arch, dtype, head_dim, wide, table, norm, bits & -bits)
     return _chosen(problem, x.device)
 

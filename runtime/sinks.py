@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attnforge.codegen.modules import sink_kernels
-from attnforge.codegen.spec import DType
 from attnforge.runtime import kernels
 from attnforge.runtime.build.cache import obtain
 from attnforge.runtime.inputs import expect_local, expect_tensors
@@ -19,7 +18,6 @@ from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.native.layout import like
 
 THREADS, ROWS = 256, 64  # kThreads and kRows of templates/common/sinks.cu.jinja
-_DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,9 +89,9 @@ class Params(ctypes.Structure):
 def _load(dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
     """Handles of the forward and the backward, compiled if they are not in the cache."""
     launcher()
-    module = sink_kernels(kernels.target(device), DType(_DTYPES[dtype]))
+    module = sink_kernels(kernels.target(device), kernels.DTYPES[dtype])
     entry = obtain(module)
-    binary = torch.frombuffer(bytearray(entry.binary), dtype=torch.uint8)
+    binary = kernels.binary_of(entry)
     forward, backward = (
         int(torch.ops.attnforge.add_function(name, device, binary, "")) for name in module.symbols
     )

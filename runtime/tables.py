@@ -223,11 +223,11 @@ def known(name: str, places: Iterable[Path] | None = None) -> tuple[Tuned, ...]:
 def load(name: str, directory: Path) -> tuple[Tuned, ...]:
     """Entries of one folder's table of a device; empty if there is none. ValueError names a file that is no table."""
     path = table_path(name, directory)
-    version = _version(path)
+    version = file_version(path)
     return _read(path, *version) if version else ()
 
 
-def _version(path: Path | os.DirEntry[str]) -> tuple[int, int] | None:
+def file_version(path: Path | os.DirEntry[str]) -> tuple[int, int] | None:
     """(time of the last change in ns, inode) of a file; None if there is none.
 
     The time alone is too coarse: it does not change if a file is replaced twice within one tick of the clock.
@@ -806,7 +806,7 @@ def _files(name: str, arch: Arch, directory: Path) -> Iterator[_File]:
         if any(one.name == MODELLED for one in inside):
             found.append((2, directory / MODELLED / f"{arch.value}.json"))
     for rank, path in found:
-        if version := _version(path):
+        if version := file_version(path):
             yield rank, os.fspath(path), *version
 
 

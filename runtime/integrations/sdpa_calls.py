@@ -13,7 +13,6 @@ from attnforge.runtime import dispatch, kernels
 from attnforge.runtime.inputs import MASKS, is_scale
 
 _FULL, _CAUSAL, _DENSE = (MASKS.index(kind) for kind in (Mask.FULL, Mask.CAUSAL, Mask.DENSE))
-_DTYPES = {value: key for key, value in kernels.TORCH_DTYPES.items()}
 
 
 def why_not(
@@ -160,7 +159,7 @@ def _why_not_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
 def _dtype_of(x: Tensor) -> torch.dtype:
     """The dtype that a kernel sees of an input: under autocast the one that ours and torch's operators cast to."""
     place = x.device.type
-    if place in ("cpu", "cuda") and torch.is_autocast_enabled(place) and x.dtype in _DTYPES:
+    if place in ("cpu", "cuda") and torch.is_autocast_enabled(place) and x.dtype in kernels.DTYPES:
         return torch.get_autocast_dtype(place)
     return x.dtype
 
@@ -186,11 +185,11 @@ def _find_missing(
         arch = kernels.target(device)
     except ValueError:
         return f"there are no kernels for {device}"
-    if dtype not in _DTYPES:
+    if dtype not in kernels.DTYPES:
         return f"there are no kernels for {dtype}"
     for direction in (Direction.FORWARD, Direction.BACKWARD)[: 2 if grad else 1]:
-        align = min(4, _DTYPES[dtype].bytes)
-        problem = Problem(direction, arch, _DTYPES[dtype], dim, MASKS[mask], align, dim_v)
+        align = min(4, kernels.DTYPES[dtype].bytes)
+        problem = Problem(direction, arch, kernels.DTYPES[dtype], dim, MASKS[mask], align, dim_v)
         try:
             dispatch.choose(problem, 1, 1024, device)
         except ValueError:

@@ -12,13 +12,13 @@ from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime.inputs import check_forward, check_score
+from attnforge.runtime.kernels import TORCH_DTYPES
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.ops import unpack_mask
 from attnforge.runtime.scores import Score
 from attnforge.runtime.tables import rounds_of
 
 DETERMINISTIC = " deterministic"  # ends the names of cases of `as_deterministic`
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Inputs(NamedTuple):
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype.value]
+        return TORCH_DTYPES[self.dtype]
 
     @property
     def visible_keys(self) -> int:

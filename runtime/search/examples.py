@@ -84,10 +84,7 @@ def _preference(entry: Tuned) -> tuple[int, bool, bool, bool, int, int, float]:
 
 def _first(problem: Problem) -> Spec | None:
     """The first candidate; None if no family computes this."""
-    try:
-        return next(candidates(problem), None)
-    except KeyError:  # no such (family, pass)
-        return None
+    return next(candidates(problem), None)
 
 
 def write(directory: Path = GENERATED) -> list[Path]:

@@ -30,6 +30,7 @@ from attnforge.codegen.prologue import (
 )
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime import kernels, prologue_kernels, tables
+from attnforge.runtime.build.atomic import replace_file
 from attnforge.runtime.build.cache import obtain
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.prologue import ExpertRows, rope_tables
@@ -253,8 +254,6 @@ def keep(result: Result, workload: Workload, folder: Path) -> Path:
         problem = result.spec.problem
         kept = [e for e in old if spec_from_slug(e["spec"]).problem != problem]
         text = json.dumps(sorted([*kept, entry], key=lambda e: e["spec"]), indent=1) + "\n"
-        part = path.with_suffix(".tmp")
-        part.write_text(text)
-        part.replace(path)
+        replace_file(path, text)
     prologue_kernels.forget()
     return path
