@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import Library
 
 from attnforge.codegen.mask_function import MaskMod
-from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.score import MAX_TENSORS, ScoreMod
 from attnforge.runtime import dispatch, kernels, sampled
 from attnforge.runtime.build.settings import CANARY
 from attnforge.runtime.inputs import MASKS
@@ -27,10 +27,8 @@ from attnforge.runtime.sampled import Call, Given, Sample
 
 PLANES = 4  # pairs of a batch entry and a head
 ROWS = 16  # of each of them; as many keys
-RMS_RATIO, RMS_SHARE = (
-    3.0,
-    1 / 8,
-)  # of the expected error, and of the worst case's, as in tests/fuzzing/fuzz_exact.py
+# Of the expected error, and of the worst case's; as in tests/fuzzing/fuzz_exact.py.
+RMS_RATIO, RMS_SHARE = 3.0, 1 / 8
 NORMAL = {torch.float32: 2.0**-90, torch.bfloat16: 2.0**-90, torch.float16: 2.0**-12}
 
 
@@ -152,7 +150,7 @@ def _comparable(given: dict[str, Any]) -> bool:
 def _errors(name: str, given: dict[str, Any], results: Sequence[Tensor], number: int) -> list[_Found]:
     """The worst element and the root mean square of each sample of a call."""
     q, k = given["q"], given["k"]
-    captured = tuple(x for x in (given[f"score{i}"] for i in range(4)) if x is not None)
+    captured = tuple(x for x in (given[f"score{i}"] for i in range(MAX_TENSORS)) if x is not None)
     scale = q.shape[3] ** -0.5 if given["scale"] is None else given["scale"]
     # Kernels multiply by the nearest float32, of the scales that they can hold.
     scale = float(torch.tensor(min(max(scale, 1e-30), 2e38), dtype=torch.float32))
@@ -244,6 +242,6 @@ def _kernel(name: str, given: dict[str, Any]) -> str:
         )
     )
     inputs = (given[x] for x in ("q", "k", "v", "mask", "kind"))
-    scores = (given[x] for x in ("score", "score0", "score1", "score2", "score3", "mask_mod"))
+    scores = (given[x] for x in ("score", *(f"score{i}" for i in range(MAX_TENSORS)), "mask_mod"))
     handle = torch.ops.attnforge.route(*inputs, deterministic, given["visible"], *extra, *scores)
     return f"{kernels.spec_of(handle).symbol}; {dispatch.reason_of(handle)}"

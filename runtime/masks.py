@@ -446,6 +446,11 @@ class FunctionMask(_Listed, _Whole):
         return f"FunctionMask({self.text!r}, seq_q={self.seq_q}, seq_k={self.seq_k}, device={self.device})"
 
 
+AnyMask = (
+    Causal | Spans | DenseMask | FunctionMask | None
+)  # what `attention` takes; None: all pairs are visible
+
+
 def transient() -> bool:
     """Whether tensors that are made now must not be kept, or read on the host.
 
@@ -458,6 +463,11 @@ def transient() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
     )
+
+
+def stream_id(device: torch.device) -> int:
+    """Of the current CUDA stream, on which masks make their tile schedules; 0 on the CPU."""
+    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
 
 
 def round_visible_keys(visible_keys: float | None) -> int:

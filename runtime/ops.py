@@ -21,12 +21,12 @@ from attnforge.runtime.inputs import (
     expect_tensors,
     have_dtensor,
 )
-from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans, load_operators
+from attnforge.runtime.masks import AnyMask, Causal, DenseMask, FunctionMask, Spans, load_operators
 from attnforge.runtime.score_trace import ScoreFunction, wants_gradients
 from attnforge.runtime.scores import Score, as_score
 from attnforge.runtime.sinks import with_sinks
 
-Mask = Causal | Spans | DenseMask | FunctionMask | None
+Mask = AnyMask
 
 _CODES = {mask: code for code, mask in enumerate(MASKS)}
 _FULL, _CAUSAL, _SPANS, _DENSE = (_CODES[kind] for kind in MASKS)

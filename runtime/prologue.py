@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -17,7 +16,13 @@ from torch.autograd import forward_ad
 
 from attnforge.codegen.families.limits import HEAD_DIM_LIMIT
 from attnforge.codegen.prologue import MOST_TOKENS, NOBODY
-from attnforge.runtime.inputs import expect_integers, expect_local, expect_number, expect_tensors
+from attnforge.runtime.inputs import (
+    expect_integer,
+    expect_integers,
+    expect_local,
+    expect_number,
+    expect_tensors,
+)
 from attnforge.runtime.prologue_kernels import _forward_op
 
 _ON_CPU = (torch.float32, torch.bfloat16)
@@ -36,7 +41,7 @@ class ExpertRows:
     def __init__(self, first: Tensor, second: Tensor, tokens: int) -> None:
         expect_tensors(first=first, second=second)
         expect_local("first, second", first, second)
-        _expect_integer("tokens", tokens)
+        expect_integer("tokens", tokens)
         for name, index in (("first", first), ("second", second)):
             if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
                 raise ValueError(
@@ -98,7 +103,7 @@ def rope_tables(
     """
     expect_tensors(positions=positions)
     expect_local("positions", positions)
-    _expect_integer("head_dim", head_dim)
+    expect_integer("head_dim", head_dim)
     expect_number("base", base, optional=False)
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim: got {head_dim}, expected an even number above 0")
@@ -199,11 +204,6 @@ def _expect_types(eps: object, experts: object) -> None:
     expect_number("eps", eps, optional=False)
     if experts is not None and not isinstance(experts, ExpertRows):
         raise TypeError(f"experts: got {type(experts).__name__}, expected ExpertRows(first, second, tokens)")
-
-
-def _expect_integer(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, Integral, torch.SymInt)):
-        raise TypeError(f"{name}: got {type(value).__name__}, expected an integer")
 
 
 def _beside(dtype: torch.dtype) -> str:

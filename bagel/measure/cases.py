@@ -22,10 +22,8 @@ from attnforge.runtime.search.case import Case
 
 _SEQUENCES = re.compile(r"(images|documents)/(\d+)")
 TOKENS = 8 * 4096  # of random images or documents, in all
-IMAGE_SIZES, DOCUMENT_SIZES = (
-    (256, 4900),
-    (256, 8192),
-)  # tokens of one image in the vision encoder, of one document
+# Tokens of one image in the vision encoder, and of one document.
+IMAGE_SIZES, DOCUMENT_SIZES = (256, 4900), (256, 8192)
 _HEADS = re.compile(r"([1-9]\d*)/([1-9]\d*)/([1-9]\d*)(?:/([1-9]\d*))?")
 _DENSE = re.compile(r"(full|causal|window:[1-9]\d*)/(?:([1-9]\d*)x)?([1-9]\d*)(?:/([1-9]\d*))?")
 _BLOCKS = re.compile(r"blocks/(0?\.\d+)(?:/([1-9]\d*))?")

@@ -76,7 +76,7 @@ from attnforge.runtime.inputs import (
     expect_scale,
     expect_tensors,
 )
-from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans, stream_id
 from attnforge.runtime.score_trace import ScoreFunction
 from attnforge.runtime.scores import Score, as_score
 from attnforge.runtime.sinks import expect_sinks, with_sinks
@@ -490,7 +490,7 @@ class ContextParallel:
         """`make(local_slice)` for each slice, cached as long as `mask` exists; not cached in a trace."""
         if torch.compiler.is_compiling():
             return tuple(make(local_slice) for local_slice in local_slices)
-        key = (local_slices, _stream(mask.device))
+        key = (local_slices, stream_id(mask.device))
         known = self._parts.get(mask)
         if known is None or known[0] != key:
             known = (key, tuple(make(local_slice) for local_slice in local_slices))
@@ -514,7 +514,7 @@ class ContextParallel:
         trace = torch.compiler.is_compiling()
         where = (layout.queries, layout.keys, rows, total)
         of_rank = None if assignment is None else assignment.of(self.rank)
-        key: Any = (where, of_rank, 0 if trace else _stream(device))
+        key: Any = (where, of_rank, 0 if trace else stream_id(device))
         if not isinstance(mask, (Spans, DenseMask)):
             causal = isinstance(mask, Causal)
             if trace:
@@ -557,8 +557,3 @@ def _as_autocast(*tensors: Tensor) -> Iterator[Tensor]:
     if not torch.is_autocast_enabled(kind):
         return iter(tensors)
     return (x.to(torch.get_autocast_dtype(kind)) for x in tensors)
-
-
-def _stream(device: torch.device) -> int:
-    """The id of the current CUDA stream. Tile schedules are made on one stream."""
-    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0

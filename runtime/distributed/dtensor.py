@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from attnforge.runtime.inputs import expect_layout
-from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.masks import AnyMask, DenseMask, FunctionMask, Spans
 
 _BATCH, _HEADS = 0, 1
 _ACCEPTED = (
@@ -28,7 +28,7 @@ def attention_on_dtensors(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Causal | Spans | DenseMask | FunctionMask | None = None,
+    mask: AnyMask = None,
     *,
     scale: float | None = None,
     return_lse: bool = False,

@@ -20,7 +20,7 @@ from attnforge.runtime.inputs import (
     expect_tensors,
 )
 from attnforge.runtime.kernels import with_index
-from attnforge.runtime.masks import Causal, Spans, load_operators, transient
+from attnforge.runtime.masks import Causal, Spans, load_operators, stream_id, transient
 from attnforge.runtime.ops import attention
 from attnforge.runtime.scores import Score, alibi
 from attnforge.runtime.scores import softcap as softcap_of
@@ -203,8 +203,7 @@ def band(seq_q: int, seq_k: int, sides: Sides, device: torch.device) -> Causal |
     device = with_index(device)
     if transient():
         return _make_band(seq_q, seq_k, sides, device)
-    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
-    return _kept_band(seq_q, seq_k, sides, device, stream)
+    return _kept_band(seq_q, seq_k, sides, device, stream_id(device))
 
 
 @lru_cache(maxsize=_KEPT)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnforge.runtime.mask_intervals import spans_of
-from attnforge.runtime.masks import DenseMask, Spans, transient
+from attnforge.runtime.masks import DenseMask, Spans, stream_id, transient
 from attnforge.runtime.ops import Mask
 
 _aten = torch.ops.aten
@@ -116,8 +116,7 @@ _lock = threading.Lock()
 def once(make: Callable[[Tensor], Made], mask: Tensor) -> Made:
     """make(mask), the same object for the same tensor until torch counts a change of it."""
     owner = mask if mask._base is None else mask._base
-    stream = torch.cuda.current_stream(mask.device).stream_id if mask.is_cuda else 0
-    key = (mask.shape, mask.stride(), mask.storage_offset(), stream, make)
+    key = (mask.shape, mask.stride(), mask.storage_offset(), stream_id(mask.device), make)
     with _lock:
         masks: dict[Any, _Kept] = _known.setdefault(owner, {})
         kept = masks.get(key)

@@ -13,7 +13,7 @@ from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime.inputs import check_forward, check_score
 from attnforge.runtime.kernels import TORCH_DTYPES
-from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.masks import AnyMask, Causal, FunctionMask, Spans
 from attnforge.runtime.ops import unpack_mask
 from attnforge.runtime.scores import Score
 from attnforge.runtime.tables import rounds_of
@@ -42,7 +42,7 @@ class Case:
     seq_k: int
     head_dim: int
     dtype: DType
-    mask: Causal | Spans | DenseMask | FunctionMask | None
+    mask: AnyMask
     pairs: int
     device: torch.device
     dim_v: int = 0  # head_dim of v if it has its own

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.score import ScoreMod
-from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.masks import AnyMask, Causal, FunctionMask, Spans
 from attnforge.runtime.sampled import apply_score, indices_of
 from attnforge.runtime.scores import Score
 
@@ -31,7 +31,7 @@ def reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Causal | Spans | DenseMask | FunctionMask | None = None,
+    mask: AnyMask = None,
     scale: float | None = None,
     dout: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
@@ -97,9 +97,7 @@ def _softmax(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     return weights / row_sum.where(row_sum > 0, 1), (row_max + row_sum.log())[:, 0]
 
 
-def _chunks(
-    rows: Tensor, mask: Causal | Spans | DenseMask | FunctionMask | None, q_shape: torch.Size, seq_k: int
-) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(rows: Tensor, mask: AnyMask, q_shape: torch.Size, seq_k: int) -> Iterator[tuple[slice, Tensor]]:
     """Slices of `rows` with the pairs they see, bool (B or 1, Hq or 1, rows of the slice, seq_k)."""
     step = max(1, CHUNK // seq_k)
     for begin in range(0, rows.numel(), step):
@@ -111,7 +109,7 @@ def _chunks(
 
 
 def visible_rows(
-    mask: Causal | Spans | DenseMask | FunctionMask | None,
+    mask: AnyMask,
     rows: Tensor,
     seq_q: int,
     seq_k: int,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnforge.codegen.spec import Direction, DType, Mask
-from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.masks import AnyMask, DenseMask, FunctionMask, Spans
 from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.reference import reference, visible_rows
 
@@ -98,7 +98,7 @@ def odd_case(case: Case, seed: int = 1) -> Case:
     """
     group = case.heads_q // case.heads_kv
     heads_kv = min(2, case.heads_kv)
-    mask: Causal | Spans | DenseMask | FunctionMask | None = case.mask
+    mask: AnyMask = case.mask
     seq_q, seq_k, batch = 333, 401, 2
     if case.mask_kind is Mask.CAUSAL:
         seq_q, seq_k = 401, 333  # the first 68 queries see no key
@@ -207,7 +207,7 @@ def _sampled(check: Check, name: str, value: Tensor) -> Tensor:
     return sample
 
 
-def _mask_of_sample(check: Check) -> Causal | Spans | DenseMask | FunctionMask | None:
+def _mask_of_sample(check: Check) -> AnyMask:
     """Of a mask for each q head or kv head, the planes of the sampled heads."""
     case, mask = check.case, check.case.mask
     if isinstance(mask, FunctionMask) and mask.shape[1] is not None:

@@ -17,9 +17,8 @@ from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.search import Finished
 from attnforge.runtime.tables import Tuned
 
-GENERATED = (
-    tables.PACKAGED.parent
-)  # the package's own: tuned/<device>.json and the example sources (examples.py)
+# The package's own folder: tuned/<device>.json and the example sources (examples.py).
+GENERATED = tables.PACKAGED.parent
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from attnforge.codegen.spec import Direction, Spec
 from attnforge.runtime import kernels, ops
-from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.masks import AnyMask, Causal, DenseMask, FunctionMask, Spans
 from attnforge.runtime.scores import Score
 from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.timing import (
@@ -197,9 +197,7 @@ def _moved_to(case: Case, device: torch.device) -> Case:
     return replace(case, mask=_moved(case.mask, device), score=score)
 
 
-def _moved(
-    mask: Causal | Spans | DenseMask | FunctionMask | None, device: torch.device
-) -> Causal | Spans | DenseMask | FunctionMask | None:
+def _moved(mask: AnyMask, device: torch.device) -> AnyMask:
     """`mask` on `device`."""
     if mask is None or isinstance(mask, Causal):
         return mask

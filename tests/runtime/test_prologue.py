@@ -335,7 +335,7 @@ def test_arguments_of_wrong_types_are_named(change: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": 16.0}, "head_dim: got float, expected an integer"),
+        ({"head_dim": 16.0}, r"head_dim: got 16\.0, expected an integer"),
         ({"base": None}, "base: got NoneType, expected a number"),
         ({"sections": 8}, "sections: got int, expected integers"),
         ({"sections": (4.0, 4.0)}, "sections: entry 0 is 4.0"),
