@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from attnforge.codegen.families.limits import RESERVED, up
 from attnforge.codegen.families.sm80 import Sm80Forward
 from attnforge.codegen.families.sm80_backward import Sm80Backward
 from attnforge.codegen.families.sm80_fp32 import Fp32Backward, Fp32Forward
@@ -21,7 +22,6 @@ from attnforge.codegen.plan import Plan
 from attnforge.codegen.spec import Arch, Direction, DType
 
 LATENCY = 600  # cycles from an asynchronous copy to its data, out of the L2 cache
-RESERVED = 1024  # bytes of shared memory that a multiprocessor keeps for itself per block
 BARRIER = 150  # cycles that the warps of a block wait for each other, each time
 L2_SHARE = 0.25  # of the traffic with the L2 cache that is felt although other work hides it
 TF32_PRODUCTS = 3  # of tf32 splits, for one of float32
@@ -169,7 +169,7 @@ def predict(plan: Plan, work: Work, registers: int) -> Prediction:
     blocks = owned * heads
     resident = min(resident, max(1, -(-blocks // gpu.multiprocessors)))
     units = _balanced(units, t.warps * resident)
-    step = _step(units, gpu, t.warps, resident, t.stages, 2 if forward else 4)
+    step = _step(units, t.warps, resident, t.stages, 2 if forward else 4)
     # A block's first loads and its last stores are hidden by the other blocks alone.
     ends = (LATENCY * 3 + stored / gpu.l2_bytes) * (0.5 + 0.5 / resident)
     per_block = step * visits / owned + ends
@@ -184,7 +184,7 @@ def _balanced(units: dict[str, float], warps: int) -> dict[str, float]:
     return {name: cycles * (1 if name in ("shared memory", "L2") else lost) for name, cycles in units.items()}
 
 
-def _step(units: dict[str, float], gpu: Gpu, warps: int, resident: int, stages: int, waits: int) -> float:
+def _step(units: dict[str, float], warps: int, resident: int, stages: int, waits: int) -> float:
     """Cycles of one step of one block while `resident` blocks share the multiprocessor."""
     busy = {name: cycles for name, cycles in units.items() if name != "L2"}
     longest = max(busy.values())
@@ -232,7 +232,7 @@ def step_bytes(plan: Plan) -> float:
 
 def _padded(dim: int) -> int:
     """Columns that a product with so many works on."""
-    return -(-dim // 8) * 8
+    return up(dim, 8)
 
 
 def _forward_units(plan: Plan, gpu: Gpu) -> dict[str, float]:

@@ -23,7 +23,7 @@ from sys import stdlib_module_names
 from typing import Any
 
 from attnforge import __version__
-from attnforge.codegen import native
+from attnforge.codegen import host_sources
 from attnforge.codegen.plan import Launch, Plan
 from attnforge.codegen.render import Source, environment, render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Spec
@@ -222,7 +222,9 @@ class Tree:
         paths = {f"{self.name}/{path}": template for path, template in inner.items()} | outer
         texts = {path: self._render(template, command, namespace) for path, template in paths.items()}
         kernels = {f"{self.name}/kernels/{item.source.file_name}": item.source.text for item in self.items}
-        host = {f"{self.name}/native/{name}": text for name, text in native.sources("attention.h").items()}
+        host = {
+            f"{self.name}/native/{name}": text for name, text in host_sources.sources("attention.h").items()
+        }
         return texts | host | kernels
 
     def _render(self, template: str, command: str, namespace: str) -> str:

@@ -193,7 +193,7 @@ def struct(names: Iterable[str] | None = None) -> str:
 
 def header() -> str:
     """Text of native/params.h: all members, and a table of where each is, from which kernels' arguments are packed."""
-    members = (f"    ATTNFORGE_MEMBER({name})," for name in _members())
+    members = (f"    ATTNFORGE_MEMBER({field.name})," for field in FIELDS)
     return "\n".join(
         (
             "// Written by codegen/params.py: the arguments of all kernels.",
@@ -223,7 +223,3 @@ def header() -> str:
             "",
         )
     )
-
-
-def _members() -> list[str]:
-    return [field.name for field in FIELDS]

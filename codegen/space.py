@@ -12,14 +12,12 @@ from attnforge.codegen.spec import Problem, Spec, Tuning
 def candidates(
     problem: Problem,
     wanted: Callable[[Tuning], bool] = lambda tuning: True,
-    order: Callable[[Tuning], float] | None = None,
 ) -> Iterator[Spec]:
     """Feasible specs of `problem`, best guesses first, none twice; none if no family computes it.
 
-    Plans are made of `wanted` ones only: the space of a Hopper backward has thousands. `order`: those with a small
-    value come first, and among equals the best guesses.
+    Plans are made of `wanted` ones only: the space of a Hopper backward has thousands.
     """
-    for spec, _ in _planned(problem, wanted, order):
+    for spec, _ in _planned(problem, wanted):
         yield spec
 
 
@@ -48,7 +46,7 @@ def _planned(
 def deterministic_candidates(
     problem: Problem, order: Callable[[Tuning], float] | None = None
 ) -> Iterator[Spec]:
-    """Those of `candidates` that sum in a fixed order."""
+    """Those of `candidates` that sum in a fixed order. `order`: a small value comes first, then the best guess."""
     maybe = _may_be_deterministic if problem.arch.is_gpu else lambda tuning: True
     for spec, plan in _planned(problem, maybe, order):
         if plan.deterministic:

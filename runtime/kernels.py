@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from attnforge.codegen import host
+from attnforge.codegen import cpu_features
 from attnforge.codegen.families.cpu import needs_amx
 from attnforge.codegen.modules import mask_kernels
 from attnforge.codegen.render import render
@@ -87,7 +87,7 @@ def targets_of(name: str) -> tuple[Arch, ...]:
 
 def refusal(spec: Spec) -> str:
     """Why this machine's CPU cannot run a spec for CPUs; empty if it can, and for GPUs."""
-    return host.amx_refusal() if needs_amx(spec) else ""
+    return cpu_features.amx_refusal() if needs_amx(spec) else ""
 
 
 def with_index(device: torch.device) -> torch.device:

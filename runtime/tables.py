@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from filelock import FileLock
 
-from attnforge.codegen import host
+from attnforge.codegen import cpu_features
 from attnforge.codegen.cost_model import bytes_per_flop
 from attnforge.codegen.families import RetiredKnob, make_plan, make_tuning
 from attnforge.codegen.plan import Infeasible
@@ -164,8 +164,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     words = ["cpu", torch.backends.cpu.get_cpu_capability().lower()]
-    words += ["bf16"] if host.has_bf16() else []
-    words += [] if host.amx_refusal() else ["amx"]
+    words += ["bf16"] if cpu_features.has_bf16() else []
+    words += [] if cpu_features.amx_refusal() else ["amx"]
     return " ".join(words)
 
 

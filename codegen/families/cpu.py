@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnforge.codegen import host
+from attnforge.codegen import cpu_features
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.plan import Infeasible, Launch, Plan
 from attnforge.codegen.spec import DType, Mask, Problem, Spec, Tuning, knob
@@ -291,12 +291,12 @@ def _backward_shapes(problem: Problem) -> Iterator[CpuBackward]:
 
 
 def _takes_amx(problem: Problem) -> bool:
-    return problem.dtype is DType.BFLOAT16 and not host.amx_refusal()
+    return problem.dtype is DType.BFLOAT16 and not cpu_features.amx_refusal()
 
 
 def _blocks(problem: Problem) -> Iterator[tuple[bool, int, int, int, int]]:
     """(pairs, lanes, rows, cols, tile shapes to try): all shapes for this machine's vectors, else one."""
-    width = host.lanes()
+    width = cpu_features.lanes()
     pairs = problem.dtype is DType.BFLOAT16
     for rows, cols in BLOCKS[width]:
         yield pairs, width, rows, cols, len(FORWARD_SHAPES)

@@ -15,15 +15,16 @@ SHARED_LIMIT = {
     Arch.SM120: 99 * 1024,
 }
 HEAD_DIM_LIMIT = 256
+RESERVED = 1024  # bytes of shared memory that a multiprocessor has beyond SHARED_LIMIT, and keeps for itself per block
 REGISTER_LIMIT = 255  # of a thread
 REGISTER_FILE = 65536  # of a multiprocessor
 COMBINE_THREADS = 256  # of a block that combines results of ranges of keys (native/launch.h: kCombineWarps)
 
 
 def blocks_of_multiprocessor(arch: Arch, threads: int, shared: int, registers: int) -> int:
-    """How many blocks run on a multiprocessor at once, at least 1; each takes 1 KiB of shared memory more."""
+    """How many blocks run on a multiprocessor at once, at least 1."""
     per_registers = REGISTER_FILE // (threads * registers)
-    return max(1, min((SHARED_LIMIT[arch] + 1024) // (shared + 1024), per_registers))
+    return max(1, min((SHARED_LIMIT[arch] + RESERVED) // (shared + RESERVED), per_registers))
 
 
 def up(size: int, unit: int) -> int:

@@ -152,8 +152,6 @@ def _constants(spec: Spec, t: Sm80Backward, tiles: Tiles, shared: int) -> dict[s
         "half_v": chunks_v % 2 != 0,
         "half_step": common["half_step"] or chunks_v % 2 != 0,
         **_odd(t, tiles),
-        # n8 fragments of a thread's row of S that come from one word of a dense mask
-        "word_frags": 4 if t.tile_n * t.warps_sdp // t.warps % 32 == 0 else 2,
         "row_lanes": 1 << (chunks_v - 1).bit_length(),  # threads per row in _preprocess, one chunk each
         "vector_red": p.arch.since_hopper,  # red.global.add.v4.f32 needs sm_90
         "writes": writes,

@@ -12,6 +12,7 @@ from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.limits import (
     REGISTER_FILE,
     REGISTER_LIMIT,
+    RESERVED,
     SHARED_LIMIT,
     kept_tiles,
     require_fp32,
@@ -34,8 +35,6 @@ from attnforge.codegen.spec import Arch, Problem, Spec, Tuning, knob
 # Arguments of one copy function of fp32_tile.cuh.jinja: its suffix, the names of the tile's rows and columns, copies
 # per row, threads that share a row.
 Load = tuple[str, str, str, int, int]
-# A multiprocessor has 1 KiB of shared memory more than one block may use, and keeps 1 KiB for itself per block.
-RESERVED = 1024
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,13 @@ def key(source: Compilable, compiler: Toolchain) -> str:
 
 
 def _digest(text: str, identity: str, flags: Iterable[str]) -> str:
+    return digest_of((text, identity, *flags, str(params.ABI)))
+
+
+def digest_of(parts: Iterable[str]) -> str:
+    """Hex digest of a sequence of texts."""
     digest = hashlib.sha256()
-    for part in (text, identity, *flags, str(params.ABI)):
+    for part in parts:
         data = part.encode()
         # Length first: ("ab", "c") and ("a", "bc") must differ.
         digest.update(len(data).to_bytes(8, "little") + data)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
 from attnforge.codegen.render import Source
 from attnforge.runtime.build.cache import obtain
-from attnforge.runtime.build.compilation import cuda_homes, site_packages, write_source
+from attnforge.runtime.build.compilation import write_source
 from attnforge.runtime.build.errors import CompileError, NoCompilerError
-from attnforge.runtime.build.toolchain import NVCC_FLAGS, NVCC_PLACES, NVCC_REMEDY, find_nvcc, run
+from attnforge.runtime.build.toolchain import (
+    NVCC_FLAGS,
+    NVCC_PLACES,
+    NVCC_REMEDY,
+    find_nvcc,
+    find_program,
+    run,
+)
 
 
 def ptx(source: Source) -> str:
@@ -36,7 +42,7 @@ def sass(source: Source) -> str:
     _expect_gpu(source)
     entry = obtain(source)
     for tool, options in (("nvdisasm", ("-c",)), ("cuobjdump", ("-sass",))):
-        program = find_tool(tool)
+        program = find_program(tool, os.environ)
         if program is not None:
             code, text = run((str(program), *options, str(entry.path)), entry.directory)
             if code != 0:
@@ -46,15 +52,6 @@ def sass(source: Source) -> str:
         "neither nvdisasm nor cuobjdump is in $CUDA_HOME/bin, $CUDA_PATH/bin, PATH or a pip package; install the CUDA "
         "toolkit or `pip install nvidia-cuda-nvdisasm`"
     )
-
-
-def find_tool(name: str) -> Path | None:
-    """A program of the CUDA toolkit, by the environment, the PATH, or pip packages."""
-    places = [home / "bin" for home in cuda_homes(os.environ)]
-    for site in site_packages():
-        places += sorted((site / "nvidia").glob("cu[0-9]*/bin"), reverse=True)
-    found = shutil.which(name, path=os.pathsep.join((*map(str, places), os.environ.get("PATH", ""))))
-    return Path(found) if found else None
 
 
 def _expect_gpu(source: Source) -> None:

@@ -25,9 +25,7 @@ from typing import TypeVar
 
 from attnforge.runtime.build.errors import CacheError, CompileError, NoCompilerError
 from attnforge.runtime.build.locks import LOCKS, boot, hold, lock, try_flock
-from attnforge.runtime.build.private import REMEDY, Absent, folder, open_to_read, reporting, root
-from attnforge.runtime.build.private import BadEntry as BadEntry
-from attnforge.runtime.build.private import read as read
+from attnforge.runtime.build.private import REMEDY, Absent, BadEntry, folder, open_to_read, reporting, root
 from attnforge.runtime.build.settings import CACHE_DIR, NO_JIT, settings
 
 log = logging.getLogger("attnforge")

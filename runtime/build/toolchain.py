@@ -131,14 +131,19 @@ NVCC_REMEDY = "install the CUDA toolkit or `pip install attnforge[nvcc]`"
 
 
 def find_nvcc(env: Mapping[str, str]) -> Path | None:
-    """nvcc of CUDA_HOME or CUDA_PATH, of the PATH, or of the pip packages; absolute."""
+    """nvcc, as `find_program` finds it."""
+    return find_program("nvcc", env)
+
+
+def find_program(name: str, env: Mapping[str, str]) -> Path | None:
+    """A program of the CUDA toolkit: of CUDA_HOME or CUDA_PATH, of the PATH, or of the pip packages; absolute."""
     places = [home / "bin" for home in cuda_homes(env)]
     places += [Path(p) for p in env.get("PATH", "").split(os.pathsep) if p]
     for site in site_packages():
         places += sorted((site / "nvidia").glob("cu[0-9]*/bin"), reverse=True)
         places += [site / "nvidia" / "cuda_nvcc" / "bin"]
     for place in places:
-        if found := shutil.which("nvcc", path=str(place)):
+        if found := shutil.which(name, path=str(place)):
             return Path(found).absolute()
     return None
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from attnforge.codegen.part import Leaf
+from attnforge.codegen.formula_slice import Leaf
 from attnforge.runtime import ops
 from attnforge.runtime.distributed.agreement import (
     ERROR,

@@ -1,7 +1,8 @@
 """Score functions, mask functions and mask planes for the heads and rows that one rank computes.
 
 A function's indices count from the first head and row of the whole call. `score_at` and `mask_at` rewrite the
-function's text for the kernel of one rank, whose indices count from its own first head and row (codegen/part.py).
+function's text for the kernel of one rank, whose indices count from its own first head and row
+(codegen/formula_slice.py).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnforge.codegen.formula_slice import FormulaSlice, Leaf, slice_formula
 from attnforge.codegen.mask_function import MaskMod
-from attnforge.codegen.part import Leaf, Part, part_of
 from attnforge.codegen.score import MAX_TENSORS, Formula, ScoreMod
 from attnforge.runtime.inputs import axes_read
 from attnforge.runtime.masks import DenseMask, FunctionMask, Spans
@@ -140,11 +141,11 @@ def planes_at(mask: Spans | DenseMask, local_slice: LocalSlice) -> Spans | Dense
 
 
 @lru_cache(maxsize=64)
-def _known_part(argument: str, text: str, offset_indices: tuple[Leaf, ...], padded: bool) -> Part:
-    return part_of(_FORMULAS[argument](text), offset_indices, padded)
+def _known_part(argument: str, text: str, offset_indices: tuple[Leaf, ...], padded: bool) -> FormulaSlice:
+    return slice_formula(_FORMULAS[argument](text), offset_indices, padded)
 
 
-def _part(argument: str, text: str, offset_indices: tuple[Leaf, ...], padded: bool) -> Part:
+def _part(argument: str, text: str, offset_indices: tuple[Leaf, ...], padded: bool) -> FormulaSlice:
     return _known_part(argument, text, offset_indices, padded)
 
 
@@ -193,7 +194,7 @@ def _kept_numbers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
         return _numbers(numbers, device)
 
 
-def _narrow(x: Tensor, number: int, part: Part, local_slice: LocalSlice) -> Tensor:
+def _narrow(x: Tensor, number: int, part: FormulaSlice, local_slice: LocalSlice) -> Tensor:
     """The elements of a captured tensor that a local slice reads.
 
     If the slice begins past the end of an axis, where rows are padding, this is the last element.

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from attnforge.codegen import host
+from attnforge.codegen import cpu_features
 from attnforge.runtime.build import cache, store
 from attnforge.runtime.build.errors import CacheError
 from attnforge.runtime.build.settings import CACHE_DIR, NO_JIT, OURS, settings, unknown_variables
@@ -122,10 +122,10 @@ def file_system(path: Path) -> str:
 
 
 def _processor() -> Iterator[Finding]:
-    refusal = host.amx_refusal()
+    refusal = cpu_features.amx_refusal()
     amx = f"Intel AMX: no ({refusal})" if refusal else "Intel AMX: yes"
-    bf16 = "yes" if host.has_bf16() else "no"
-    yield Finding("CPU", INFO, f"{host.lanes()} floats per vector; bf16 dot products: {bf16}; {amx}")
+    bf16 = "yes" if cpu_features.has_bf16() else "no"
+    yield Finding("CPU", INFO, f"{cpu_features.lanes()} floats per vector; bf16 dot products: {bf16}; {amx}")
 
 
 def _launcher() -> Iterator[Finding]:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from attnforge.codegen.modules import Module
 from attnforge.codegen.spec import Arch
 from attnforge.runtime.build import cache, compilation, nvrtc, toolchain
 from attnforge.runtime.build.errors import CompileError, NoCompilerError
@@ -54,9 +55,10 @@ def cuda_compiler() -> Iterator[Finding]:
     yield Finding("NVRTC", OK if library else INFO, str(library or nvrtc.PLACES))
     arch = _target()
     try:
-        tool = toolchain.toolchain(arch if arch.is_gpu else Arch.SM80)
+        tool_arch = arch if arch.is_gpu else Arch.SM80
+        tool = toolchain.toolchain(tool_arch)
         with tempfile.TemporaryDirectory() as directory:
-            _try(tool, "kernel.cu", CUDA_TEXT, Path(directory))
+            tool.compile(tiny_kernel(tool_arch, CUDA_TEXT), Path(directory))
     except (NoCompilerError, CompileError) as error:
         if arch.is_gpu:
             yield failed("GPU kernels", error)
@@ -95,7 +97,8 @@ def host_compiler() -> Iterator[Finding]:
     try:
         tool = toolchain.host_toolchain(os.environ)
         with tempfile.TemporaryDirectory() as name:
-            binary = _try(tool, "kernel.cpp", HOST_TEXT, Path(name))
+            built = tool.compile(tiny_kernel(Arch.CPU, HOST_TEXT), Path(name))
+            binary = Path(name, built.binary_name).read_bytes()
         entry = cache.Entry(Path("doctor"), binary, Path("doctor"), {})
         with entry.library() as path:
             threads = ctypes.CDLL(path).threads()
@@ -120,20 +123,9 @@ def _without_host_compiler(found: Finding) -> Finding:
     return Finding(found.name, WARNING, f"{found.value}; calls on the GPU do not need it", found.remedy)
 
 
-def _try(tool: compilation.Toolchain, name: str, text: str, directory: Path) -> bytes:
-    """Binary of a tiny file. Raises CompileError."""
-    (directory / name).write_text(text)
-    if isinstance(tool, nvrtc.Nvrtc):
-        _, log, cubin = nvrtc.compile_text(nvrtc.load(tool.library), text, name, tool.flags)
-        if cubin is None:
-            raise CompileError("a tiny kernel", ("nvrtc", *tool.flags), directory / name, log)
-        return cubin
-    assert isinstance(tool, toolchain.Command)
-    command = (str(tool.program), *tool.flags, "-o", tool.binary_name, name)
-    code, log = toolchain.run(command, directory)
-    if code != 0:
-        raise CompileError("a tiny kernel", command, directory / name, log)
-    return (directory / tool.binary_name).read_bytes()
+def tiny_kernel(arch: Arch, text: str) -> Module:
+    """A text for a compiler to try."""
+    return Module("tiny", arch, text, (), ".cu" if arch.is_gpu else ".cpp")
 
 
 def _target() -> Arch:

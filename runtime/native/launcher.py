@@ -9,7 +9,6 @@ A platform wheel (.ci/prebuilt.py) brings builds along, in prebuilt/: with one f
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import platform
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from attnforge.codegen import native
+from attnforge.codegen import host_sources
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.build.notice import announce
@@ -127,7 +126,7 @@ def entry_name() -> str:
 
 def sources() -> dict[str, str]:
     """Text of each file of the extension by name."""
-    return native.sources("launcher.cpp")
+    return host_sources.sources("launcher.cpp")
 
 
 def key(texts: dict[str, str], libc: bool = True) -> str:
@@ -146,11 +145,7 @@ def key(texts: dict[str, str], libc: bool = True) -> str:
         platform.machine(),
         *(platform.libc_ver() if libc else ()),
     ]
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()
+    return cache.digest_of(parts)
 
 
 def build(directory: Path, texts: dict[str, str]) -> None:

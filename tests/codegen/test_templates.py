@@ -13,7 +13,7 @@ import pytest
 from jinja2 import Environment, FileSystemLoader, UndefinedError, meta
 from spaces import sample
 
-from attnforge.codegen import host, prologue
+from attnforge.codegen import cpu_features, prologue
 from attnforge.codegen import render as rendering
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.cpu import CpuBackward
@@ -72,7 +72,7 @@ class Recorder(FileSystemLoader):
 
 
 def test_every_template_is_used(templates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "amx_refusal", lambda: "")  # as on a machine with tile registers
+    monkeypatch.setattr(cpu_features, "amx_refusal", lambda: "")  # as on a machine with tile registers
     recorder = Recorder()
     rendering.environment().loader = recorder
     targets = [(arch, DType.BFLOAT16) for arch in (Arch.CPU, Arch.SM80, Arch.SM90A)]

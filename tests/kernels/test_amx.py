@@ -19,7 +19,7 @@ from score_oracle import attended, compare, functions, oracle
 from test_cpu_kernels import SHAPES, check_backward, check_forward, inputs, problem
 from test_cpu_kernels import Shape as CpuShape
 
-from attnforge.codegen import host
+from attnforge.codegen import cpu_features
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.cpu import CpuBackward, CpuForward, needs_amx
 from attnforge.codegen.plan import Infeasible
@@ -44,7 +44,7 @@ def emulator() -> Iterator[ctypes.CDLL]:
 @pytest.fixture
 def has_amx(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This machine has tile registers, as far as Python knows."""
-    monkeypatch.setattr(host, "amx_refusal", lambda: "")
+    monkeypatch.setattr(cpu_features, "amx_refusal", lambda: "")
     dispatch.forget()
     yield
     dispatch.forget()
@@ -143,7 +143,7 @@ def test_without_tile_registers_they_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also if the table of this very machine names one; and loading one says why not."""
-    monkeypatch.setattr(host, "amx_refusal", lambda: "Linux refuses")
+    monkeypatch.setattr(cpu_features, "amx_refusal", lambda: "Linux refuses")
     monkeypatch.setattr(tables, "folders", lambda: (tmp_path,))
     spec = Spec(problem(Direction.FORWARD, DType.BFLOAT16, 64, Mask.FULL), FORWARD)
     device = torch.device("cpu")
@@ -157,9 +157,9 @@ def test_without_tile_registers_they_are_passed_over(
 
 def test_tables_tell_the_machines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(host, "amx_refusal", lambda: "Linux refuses")
+    monkeypatch.setattr(cpu_features, "amx_refusal", lambda: "Linux refuses")
     without = tables.device_name(cpu)
-    monkeypatch.setattr(host, "amx_refusal", lambda: "")
+    monkeypatch.setattr(cpu_features, "amx_refusal", lambda: "")
     assert tables.device_name(cpu) == f"{without} amx"
 
 

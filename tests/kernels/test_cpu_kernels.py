@@ -11,7 +11,7 @@ import pytest
 import torch
 from cpu_kernel import FLAGS, TORCH_DTYPE, Inputs, Kernel
 
-from attnforge.codegen import host
+from attnforge.codegen import cpu_features
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.cpu import CpuBackward, CpuForward
 from attnforge.codegen.plan import Infeasible
@@ -251,4 +251,4 @@ def test_space(direction: Direction, dtype: DType) -> None:
         specs = list(candidates(problem(direction, dtype, head_dim, Mask.SPANS)))
         assert 10 <= len(specs) <= 40
         assert len({render(spec).text for spec in specs}) == len(specs)
-        assert f"_l{host.lanes()}_" in specs[0].slug
+        assert f"_l{cpu_features.lanes()}_" in specs[0].slug

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import attnforge
-from attnforge.codegen import host
+from attnforge.codegen import cpu_features
 from attnforge.codegen.families import make_plan, make_tuning
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
@@ -449,8 +449,8 @@ def test_a_cpus_table_is_that_of_its_instructions(
     bf16: bool, amx_refusal: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(host, "has_bf16", lambda: bf16)
-    monkeypatch.setattr(host, "amx_refusal", lambda: amx_refusal)
+    monkeypatch.setattr(cpu_features, "has_bf16", lambda: bf16)
+    monkeypatch.setattr(cpu_features, "amx_refusal", lambda: amx_refusal)
     assert tables.device_name(torch.device("cpu")) == name
 
 

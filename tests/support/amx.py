@@ -12,10 +12,10 @@ from pathlib import Path
 import gxx
 import pytest
 
-from attnforge.codegen import host
+from attnforge.codegen import cpu_features
 
 SOURCE = Path(__file__).with_name("amx_emulator.cpp")
-NATIVE = not host.amx_refusal()
+NATIVE = not cpu_features.amx_refusal()
 FLAGS = ("-std=c++14", "-O3", "-march=native", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror")
 needs_x86 = pytest.mark.skipif(
     platform.machine() != "x86_64" or platform.system() != "Linux",

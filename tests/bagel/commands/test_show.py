@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from itertools import islice
 
@@ -16,6 +17,7 @@ from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime.build import disassembly
+from attnforge.runtime.build.toolchain import find_program
 from attnforge.runtime.search.winners import tuned_specs
 
 GPU = list(islice(candidates(Problem(Direction.FORWARD, Arch.SM80, DType.BFLOAT16, 64, Mask.CAUSAL)), 2))
@@ -80,7 +82,7 @@ def test_ptx_and_registers() -> None:
 
 @pytest.mark.nvcc
 def test_sass_or_what_to_install() -> None:
-    if disassembly.find_tool("nvdisasm") or disassembly.find_tool("cuobjdump"):
+    if any(find_program(name, os.environ) for name in ("nvdisasm", "cuobjdump")):
         assert "HMMA" in run("show", GPU[0].slug, "--what", "sass")
     else:
         assert "pip install nvidia-cuda-nvdisasm" in run("show", GPU[0].slug, "--what", "sass", code=2)

@@ -10,7 +10,7 @@ from score_oracle import functions, learned
 
 import attnforge
 from attnforge import masks, scores
-from attnforge.codegen.part import part_of
+from attnforge.codegen.formula_slice import slice_formula
 from attnforge.codegen.score import ScoreMod
 from attnforge.runtime.distributed.local_slice import (
     LocalSlice,
@@ -67,7 +67,7 @@ def test_what_fast_kernels_recognise_stays() -> None:
     part = score_at(alibi, alibi.tensors, slice_of(1, 3, 30, 20, ("q_idx", "h")))
     assert ScoreMod(alibi.text).lines is not None
     assert ScoreMod(part.text).lines is not None
-    assert part_of(ScoreMod(alibi.text), ("h",)).text == alibi.text
+    assert slice_formula(ScoreMod(alibi.text), ("h",)).text == alibi.text
 
 
 @pytest.mark.parametrize("at", PLACES, ids=str)

@@ -9,7 +9,7 @@ import gxx
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from attnforge.codegen import native
+from attnforge.codegen import host_sources
 from attnforge.runtime import tables
 
 ENTRY = """
@@ -21,7 +21,7 @@ extern "C" long rounds_of(long batch, long heads, long rows, long multiprocessor
 
 def test_both_count_the_same(tmp_path: Path) -> None:
     path = tmp_path / "rounds.cpp"
-    path.write_text(native.sources("rounds.h")["rounds.h"] + ENTRY)
+    path.write_text(host_sources.sources("rounds.h")["rounds.h"] + ENTRY)
     library = gxx.library(path, "-std=c++17", "-O1", "-fPIC", "-shared")
     library.rounds_of.restype = ctypes.c_long
 

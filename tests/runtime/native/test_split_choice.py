@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from attnforge.bagel.commands import explain
 from attnforge.cli import main
-from attnforge.codegen import native
+from attnforge.codegen import host_sources
 
 H100, H200 = 1.0, 4.917 / 3.352  # memory bandwidth
 ENTRY = """
@@ -23,7 +23,7 @@ extern "C" bool splits(const long (&s)[6], double bandwidth) {
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     path = tmp_path_factory.mktemp("split") / "choice.cpp"
-    path.write_text(native.sources("split_choice.h")["split_choice.h"] + ENTRY)
+    path.write_text(host_sources.sources("split_choice.h")["split_choice.h"] + ENTRY)
     found = gxx.library(path, "-std=c++17", "-O1", "-fPIC", "-shared")
     found.splits.restype = ctypes.c_bool
     return found
@@ -74,7 +74,7 @@ def test_bounds(library: ctypes.CDLL, queries: int, keys: int, expected: bool) -
 
 
 def test_explain_has_the_same_bounds() -> None:
-    text = native.sources("split_choice.h")["split_choice.h"]
+    text = host_sources.sources("split_choice.h")["split_choice.h"]
     bounds = (explain.MOST_QUERIES, explain.LEAST_KEYS, explain.KEYS_OF_A_QUERY)
     queries, keys, keys_of_query = bounds
     assert f"kQueries = {queries}, kKeys = {keys}, kKeysOfQuery = {keys_of_query};" in text

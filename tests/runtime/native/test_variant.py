@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnforge.codegen import native, params, variant
+from attnforge.codegen import host_sources, params, variant
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.plan import Launch
 from attnforge.codegen.render import Source, render
@@ -39,7 +39,7 @@ def source(
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("variant")
-    for name, text in (native.sources("launch.h") | native.sources("schedule_layout.h")).items():
+    for name, text in (host_sources.sources("launch.h") | host_sources.sources("schedule_layout.h")).items():
         (directory / name).write_text(text)
     for name in STUBS:  # variant.cpp has its own
         (directory / name).parent.mkdir(parents=True, exist_ok=True)

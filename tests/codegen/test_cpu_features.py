@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from attnforge.codegen import host
+from attnforge.codegen import cpu_features
 
 AMX = {"avx512f", "avx512_bf16", "amx_tile", "amx_bf16"}
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    host.amx_refusal.cache_clear()
+    cpu_features.amx_refusal.cache_clear()
     yield
-    host.amx_refusal.cache_clear()
+    cpu_features.amx_refusal.cache_clear()
 
 
 class Linux:
@@ -38,28 +38,28 @@ class Linux:
 
 def on(flags: set[str], error: int, monkeypatch: pytest.MonkeyPatch) -> Linux:
     linux = Linux(error)
-    monkeypatch.setattr(host, "flags", lambda: frozenset(flags))
+    monkeypatch.setattr(cpu_features, "flags", lambda: frozenset(flags))
     monkeypatch.setattr(ctypes, "CDLL", lambda name, use_errno: linux)
     return linux
 
 
 def test_permission_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     linux = on(AMX, 0, monkeypatch)
-    assert host.amx_refusal() == host.amx_refusal() == ""
+    assert cpu_features.amx_refusal() == cpu_features.amx_refusal() == ""
     assert linux.calls == [(158, 0x1023, 18)]  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
 
 
 def test_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     on(AMX, errno.EINVAL, monkeypatch)
     with caplog.at_level(logging.DEBUG, logger="attnforge"):
-        assert host.amx_refusal() == "Linux refuses tile registers (Invalid argument)"
+        assert cpu_features.amx_refusal() == "Linux refuses tile registers (Invalid argument)"
     assert "no kernels for Intel AMX: Linux refuses" in caplog.text
 
 
 @pytest.mark.parametrize("missing", sorted(AMX - {"avx512f"}))
 def test_a_cpu_without_is_not_asked(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     linux = on(AMX - {missing}, 0, monkeypatch)
-    assert host.amx_refusal() == f"this CPU has no {missing}"
+    assert cpu_features.amx_refusal() == f"this CPU has no {missing}"
     assert not linux.calls
 
 
@@ -70,6 +70,6 @@ def test_a_cpu_without_is_not_asked(missing: str, monkeypatch: pytest.MonkeyPatc
 def test_lanes(machine: str, flags: set[str], lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on(flags, 0, monkeypatch)
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    host.lanes.cache_clear()
-    assert host.lanes() == lanes
-    host.lanes.cache_clear()
+    cpu_features.lanes.cache_clear()
+    assert cpu_features.lanes() == lanes
+    cpu_features.lanes.cache_clear()

@@ -27,7 +27,7 @@ OFFSETS: dict[str, int] = {"q_idx": 0, "h": 1}
 TOTAL = 2
 
 
-class Part(NamedTuple):
+class FormulaSlice(NamedTuple):
     """The function of a slice. `narrowed`: (tensor, axis, index) of the axes that the slice has its own elements of."""
 
     text: str
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     has_offsets: bool  # whether its last tensor is that of the offsets
 
 
-def part_of(formula: Formula, offset_indices: tuple[Leaf, ...], padded: bool = False) -> Part:
+def slice_formula(formula: Formula, offset_indices: tuple[Leaf, ...], padded: bool = False) -> FormulaSlice:
     """The function of a slice in which the indices `offset_indices` count from its first row or head.
 
     padded: of a mask, also hide queries and keys from the number `TOTAL` on.
@@ -64,7 +64,7 @@ def part_of(formula: Formula, offset_indices: tuple[Leaf, ...], padded: bool = F
             whole = copy.binary("&", whole, copy.binary("<", index(leaf), total))
     has_offsets = _reads(copy, whole, offsets)
     tensors = (*formula.tensors, ("int32", 1)) if has_offsets else formula.tensors
-    return Part(str(type(formula).of(formula.name, tensors, copy, whole)), narrowed, has_offsets)
+    return FormulaSlice(str(type(formula).of(formula.name, tensors, copy, whole)), narrowed, has_offsets)
 
 
 def _copied(
