@@ -1,4 +1,4 @@
-"""Small modules of kernels beside attention's: one for each architecture, without any tuning."""
+"""CUDA modules of helper kernels, which make masks and add sinks: one for each architecture, without tuning."""
 
 from __future__ import annotations
 

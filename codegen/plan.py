@@ -79,7 +79,7 @@ class Plan:
     split_blocks: int = 0  # of a multiprocessor, that ranges of keys should fill; 0: keys are not split
     descending: bool = False  # blocks start with the last owned tile, not with those with most work
     row_groups: int = 1  # 64-row groups of a query tile, each with a flag in the lists and a kv_range
-    short_last: bool = False  # last query tiles start last of all; warpgroups without rows pass them by
+    short_last: bool = False  # last query tiles start last of all; warpgroups without rows skip them
     from_end: bool = False  # the last query tile ends with the last query; the first may begin before query 0
     staggered: bool = False  # warpgroups begin with the first key tile, from the end, that their own rows see
     alternating: bool = False  # every other section of the work starts with its smallest tiles (schedule.cuh)

@@ -1,4 +1,4 @@
-"""What host code knows of a kernel, as text: one line a field, read by native/variant.h into a struct of these names.
+"""The description of a kernel for host code, as text: a line for each field of the struct that native/variant.h reads.
 
 name fwd_sm90a_bf16_d128_causal_...
 backward 0

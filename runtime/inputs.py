@@ -1,6 +1,6 @@
 """Checks of the arguments of an attention call; each error names its argument.
 
-The operators test the same conditions in C++ (runtime/native/call.h) on every call and call these functions only to
+The operators test the same conditions in C++ (runtime/native/checks.h) on every call and call these functions only to
 raise. The fake kernels always call them.
 """
 
@@ -19,8 +19,7 @@ from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import Formula, ScoreMod
 from attnforge.codegen.spec import MAX_INTERVALS, Mask
 
-# Masks are numbered in this order in operator schemas.
-MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS, Mask.DENSE)
+MASKS = tuple(Mask)  # numbered in this order in operator schemas, as by `enum MaskKind` of codegen/variant.py
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_INDEX = 2**31 - 1
 MAX_ROWS = MAX_INDEX // 2  # of q, and of k

@@ -34,8 +34,8 @@ _FULL, _CAUSAL, _SPANS, _DENSE = (_CODES[kind] for kind in MASKS)
 _operators = torch.ops.attnforge
 
 
-def _first(name: str) -> Callable[..., Tensor]:
-    """Loads the operators at the first call. Later calls use them directly, without `OpOverload.__call__`."""
+def _load_then_call(name: str) -> Callable[..., Tensor]:
+    """An operator at its first call: it loads them all. Later calls skip this and `OpOverload.__call__`."""
 
     def call(*arguments: object) -> Tensor:
         global _attend, _attend_full, _attend_causal, _attend_spans
@@ -51,10 +51,10 @@ def _first(name: str) -> Callable[..., Tensor]:
     return call
 
 
-_attend = _first("attend")
+_attend = _load_then_call("attend")
 # Without the argument `deterministic`: each argument costs about 100 ns, passed or not.
 _attend_full, _attend_causal, _attend_spans = (
-    _first(f"attend_{kind}") for kind in ("full", "causal", "spans")
+    _load_then_call(f"attend_{kind}") for kind in ("full", "causal", "spans")
 )
 
 

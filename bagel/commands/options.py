@@ -144,7 +144,7 @@ SCORE_HELP = "Score function: softcap:50, alibi, relative_bias:128 or FILE.py:NA
 MASK_HELP = "causal, full, window:N (causal, each query sees N keys), or a .npy or .npz file. Repeatable."
 
 # The fields of a problem that neither tensors nor masks decide: each is an option.
-ASKED = tuple(f for f in PROBLEM_FIELDS if f.optional and f.match == "same")
+OPTION_FIELDS = tuple(f for f in PROBLEM_FIELDS if f.optional and f.match == "same")
 
 
 def field_type(f: ProblemField) -> dict[str, Any]:
@@ -181,7 +181,7 @@ SHAPE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     model_option(),
     click.option("--heads", metavar="Q[/KV]", callback=_numbers(2), help="Query and kv heads, e.g. 32/8."),
     click.option("--head-dim", **number(), help="head_dim of q and k."),
-    *(click.option(f.option, f.name, **field_type(f)) for f in ASKED),
+    *(click.option(f.option, f.name, **field_type(f)) for f in OPTION_FIELDS),
     score_option(help=SCORE_HELP),
     dtype_option(help=f"{choices(DType)}.  [default: bf16; fp32 on a CPU without bf16 products]"),
     direction_option(),
@@ -211,7 +211,7 @@ def selecting(
         from attnforge.bagel.commands.selection import Request, select
 
         taken = {f.name: arguments.pop(f.name) for f in dataclasses.fields(Request) if f.name in arguments}
-        extra = {f.attribute: arguments.pop(f.name) for f in ASKED}
+        extra = {f.attribute: arguments.pop(f.name) for f in OPTION_FIELDS}
         request = Request(**taken, extra={name: value for name, value in extra.items() if value is not None})
         command(select(request), **arguments)
 

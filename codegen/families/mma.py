@@ -166,7 +166,7 @@ def require_grids(t: WarpGrids, keys: int) -> None:
 
 
 def require_one_order(split_heads: bool, deterministic: bool) -> None:
-    """Infeasible where deterministic sums are asked for that blocks of several q heads share."""
+    """Infeasible for deterministic sums of dK and dV with a block per q head."""
     if split_heads and deterministic:
         raise Infeasible(
             "deterministic: needs split_heads 0; with split_heads the sums of dK and dV have no fixed order"

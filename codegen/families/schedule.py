@@ -13,8 +13,9 @@ def schedule_launches(
 ) -> tuple[Launch, ...]:
     """Launches that fill the lists of a mask, one block for each owned tile (`tiles`); none for other masks.
 
-    Lists of query tiles begin with a launch over the key tiles. `deterministic` sums add one over the query
-    tiles; `descending` work is not sorted and takes one less; `bits` of partial visits take one more.
+    tiles: "tiles_m" for lists of query tiles, "tiles_n" for those of key tiles.
+    deterministic: with a launch for the order of sums (dq_order). descending: without the one that sorts owned tiles.
+    bits: with one for the bits of partial visits.
     """
     if not spec.problem.mask.listed:
         return ()

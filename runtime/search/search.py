@@ -201,7 +201,8 @@ class _Run:
         self.taken = 0
         # On the CPU the compilers would disturb the timing: a batch is compiled, then measured.
         self.batches = not arch.is_gpu
-        # What is on its way was chosen without the latest times: a strategy that uses them is asked late, for few.
+        # Specs that are being compiled were chosen without the latest times. A strategy that uses times therefore
+        # suggests few at once.
         ahead = 2 * workers if scope.strategy in UNGUIDED and not self.batches else workers
         self.lookahead, self.refill = ahead, 0 if self.batches else ahead // 2
 
@@ -233,7 +234,7 @@ class _Run:
         return FINALISTS * more * ms / 1e3
 
     def measure(self) -> Iterator[Event]:
-        """Keep compilers busy and measure what they deliver, until the budget or the space ends."""
+        """Keep compilers busy and measure what they have compiled, until the budget or the space ends."""
         compiling: dict[Future[Entry], Source] = {}
         while True:
             taken = self.take(self.lookahead - len(compiling)) if len(compiling) <= self.refill else []

@@ -1,6 +1,6 @@
-"""What a search tries next: a `Strategy` is asked for specs and told the times of those that have been measured.
+"""What a search tries next: a `Strategy` suggests specs, given the times of those that have been measured.
 
-Compilers run in parallel, so that many specs are on their way before the first time is known: a strategy is asked for a
+Compilers run in parallel, so that many specs are being compiled before the first time is known: a strategy suggests a
 batch, and what it has suggested is out of its space, measured or not. docs/search.md compares them.
 """
 

@@ -239,10 +239,10 @@ def test_messages(given: dict[str, Any], message: str) -> None:
 
 def test_fields_of_problems_become_options() -> None:
     """Those that tensors and masks decide are none: align, and what is declared as nearness of a mask."""
-    assert {f.attribute for f in options.ASKED} == {
+    assert {f.attribute for f in options.OPTION_FIELDS} == {
         f.attribute for f in PROBLEM_FIELDS if f.optional and f.match == "same"
     }
-    assert "dim_v" in {f.attribute for f in options.ASKED}
+    assert "dim_v" in {f.attribute for f in options.OPTION_FIELDS}
     with pytest.raises(ValueError, match="--align: measured cases do not support it yet"):
         chosen(extra={"align": 4})
 

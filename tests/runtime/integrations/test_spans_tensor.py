@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import attnforge
 from attnforge.runtime import mask_intervals
@@ -268,6 +269,6 @@ def test_what_is_no_spans_is_converted_once() -> None:
 def test_no_conversion_under_modes_and_transforms() -> None:
     """A host sync is an error there, and what is made must not be kept."""
     visible = padded_causal()
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
+    with FlopCounterMode(display=False):
         assert type(mask_of(visible, SIZE, SIZE)) is DenseMask
     assert type(mask_of(visible, SIZE, SIZE)) is Spans
