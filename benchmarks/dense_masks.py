@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.bench import machine, ours
 from attnforge.bagel.measure.blocks import BLOCK, LENGTH, equal_documents, random_blocks
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.peers import as_unavailable, contestant
 from attnforge.bagel.measure.tiles import EMPTY, tile_map

@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 
+from attnforge.bagel.measure.attentions import Attention, Unavailable
 from attnforge.bagel.measure.bench import OURS, machine
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.fa4 import Attention, Unavailable
 from attnforge.bagel.measure.goal_report import markdown, missed, one_line
 from attnforge.bagel.measure.goals import GOALS, SEEDS, Goal
 from attnforge.bagel.measure.interleaved import Entry, Line, run_goal

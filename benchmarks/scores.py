@@ -34,9 +34,9 @@ import attnforge
 from attnforge import scores
 from attnforge.bagel.measure import fa3, fa4, peers
 from attnforge.bagel.measure.agreement import TOLERANCE, relative
+from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime import dispatch, kernels, ops, tables

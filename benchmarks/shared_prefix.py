@@ -29,9 +29,9 @@ from torch import Tensor
 import attnforge
 from attnforge.bagel.measure import peers
 from attnforge.bagel.measure.agreement import TOLERANCE, relative, results
+from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import model_of, pairs_of
-from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.peers import OURS
 from attnforge.bagel.packing import PackedMask

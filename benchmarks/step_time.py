@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attnforge
-from attnforge.bagel.measure.fa4 import Unavailable
+from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.layer_peers import PEERS, Heads, make_peer
 from attnforge.bagel.measure.markdown import markdown_head, markdown_row
 from attnforge.bagel.measure.peers import with_peak

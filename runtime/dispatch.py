@@ -30,6 +30,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, 
 from attnforge.runtime import kernels, tables
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.native.launcher import launcher
+from attnforge.runtime.tables import Choice
 
 log = logging.getLogger("attnforge")
 
@@ -37,14 +38,6 @@ CONVERTED = "with deterministic sums"  # ends the reason for a kernel that no se
 
 _reasons: dict[int, str] = {}  # of the latest choice of each handle
 _ON_CPU = (DType.FLOAT32, DType.BFLOAT16)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A chosen spec, and the reason for it."""
-
-    spec: Spec
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -111,11 +104,11 @@ def _choose(
     check_dtype(problem)
     if split_keys and (split := _splitting(problem, group, size, target)):
         return Choice(split, "few queries for many keys: blocks share the keys, not tuned")
-    for spec, reason in _offers(problem, group, size, target, visible_keys, deterministic, rounds):
-        if not deterministic or make_plan(spec).deterministic:
-            return Choice(spec, reason)
-        if strict := _deterministic(spec, group):
-            return Choice(strict, f"{reason}; {CONVERTED}")
+    for choice in _offers(problem, group, size, target, visible_keys, deterministic, rounds):
+        if not deterministic or make_plan(choice.spec).deterministic:
+            return choice
+        if strict := _deterministic(choice.spec, group):
+            return Choice(strict, f"{choice.reason}; {CONVERTED}", choice.offer, converted=True)
     archs = " or ".join(arch.value for arch in target.archs)
     what = f"{archs} {problem.direction.value} kernel for {problem.head_dims}"
     if deterministic and next(_offers(problem, group, size, target, visible_keys, False, rounds), None):
@@ -138,10 +131,11 @@ def _offers(
     visible_keys: int,
     deterministic: bool,
     rounds: int,
-) -> Iterator[tuple[Spec, str]]:
+) -> Iterator[Choice]:
+    """What the entries of tables offer, then what the search space does, architecture by architecture."""
     for arch in _by_speed(problem, group, size, target, visible_keys, deterministic):
         there = dataclasses.replace(problem, arch=arch)
-        for spec, reason in tables.choose(
+        for choice in tables.choices(
             there,
             group,
             size,
@@ -150,14 +144,15 @@ def _offers(
             deterministic=deterministic,
             rounds=rounds,
         ):
-            if refused := kernels.refusal(spec):
-                log.debug("%s of %s is passed over: %s", spec.slug, target.name, refused)
+            if refused := kernels.refusal(choice.spec):
+                log.debug("%s of %s cannot run here: %s", choice.spec.slug, target.name, refused)
             else:
-                yield spec, reason
+                yield choice
         count = 0
         for spec in candidates(there, partial(tables.fits_order, there, deterministic)):
             count += 1
-            yield spec, f"first feasible of the search space, as no tuned entry fits {_in_words(there)}"
+            reason = f"first feasible of the search space, as no tuned entry fits {_in_words(there)}"
+            yield Choice(spec, reason)
         if not count:
             log.debug("no %s kernel for %s: %s", arch.value, there, why_infeasible(there))
 

@@ -11,8 +11,8 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Problem, Spec
 from attnforge.runtime import tables
-from attnforge.runtime.dispatch import Choice, Target, choose_for
-from attnforge.runtime.tables import DISTANCES, Offer, Tuned
+from attnforge.runtime.dispatch import Target, choose_for
+from attnforge.runtime.tables import DISTANCES, Choice, Offer, Tuned
 
 RANKS = ("of this device", "measured on another device", "modelled, not measured")
 
@@ -58,11 +58,11 @@ def explain(
             rounds=rounds,
         )
     )
-    taken = next((offer for offer in found if choice.reason.startswith(offer.reason)), None)
+    taken = choice.offer
     others = {
         offer.entry.spec.slug: _why_not(offer, taken, chosen, deterministic)
         for offer in reversed(found)  # of several entries of a kernel the nearest
-        if offer is not taken and offer.entry.spec.tuning != choice.spec.tuning
+        if offer != taken and offer.entry.spec.tuning != choice.spec.tuning
     }
     entries = tuple(Rejected(name, others[name]) for name in reversed(others))
     archs = tuple(_other_archs(problem, choice.spec, target, group, size, visible_keys, deterministic))

@@ -369,6 +369,32 @@ def choose(
 
     `rounds`: `rounds_of` the call. A backward's tuning changes where the entry was measured with more (`spread_out`).
     """
+    of = partial(choices, visible_keys=visible_keys, deterministic=deterministic, rounds=rounds)
+    yield from ((choice.spec, choice.reason) for choice in of(problem, group, size, name, places))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen spec, and the reason for it."""
+
+    spec: Spec
+    reason: str
+    offer: Offer | None = None  # the entry that it is from; None: it is from no table
+    converted: bool = False  # to deterministic sums, with which no search has found it
+
+
+def choices(
+    problem: Problem,
+    group: int,
+    size: int,
+    name: str,
+    places: Iterable[Path] | None = None,
+    *,
+    visible_keys: int = 0,
+    deterministic: bool = False,
+    rounds: int = MANY,
+) -> Iterator[Choice]:
+    """As `choose`, each with its entry."""
     of = partial(offers, visible_keys=visible_keys, deterministic=deterministic, rounds=rounds)
     for offer in of(problem, group, size, name, places):
         try:
@@ -377,13 +403,13 @@ def choose(
             continue
         few = not deterministic and rounds < offer.entry.rounds
         spread = spread_out(spec, group, rounds) if few else spec
-        yield spread, _reason(offer, spec, spread)
+        yield Choice(spread, _reason(offer, spec, spread), offer)
 
 
-def different(choices: Iterable[tuple[Spec, str]], count: int) -> list[Spec]:
+def different(chosen: Iterable[tuple[Spec, str]], count: int) -> list[Spec]:
     """The first `count` specs of `choose` that differ."""
     found: dict[Spec, None] = {}
-    for spec, _ in choices:
+    for spec, _ in chosen:
         found.setdefault(spec)
         if len(found) == count:
             break

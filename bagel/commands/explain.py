@@ -71,8 +71,6 @@ def _splitting(problem: Problem, group: int, case: Case, target: Target) -> str 
 
 
 def _say(found: Explanation, most: int, splitting: str | None) -> None:
-    from attnforge.runtime.dispatch import CONVERTED
-
     echo_entry("runs", found.choice.spec.slug)
     echo_entry("why", found.choice.reason.replace(f" as {found.choice.spec.slug}", "", 1))
     if splitting:
@@ -82,7 +80,7 @@ def _say(found: Explanation, most: int, splitting: str | None) -> None:
         )
     if found.fallback:
         echo_entry("", "`attnforge search` with the same options finds the fastest")
-    elif found.choice.reason.endswith(CONVERTED):
+    elif found.choice.converted:
         echo_entry("", "`attnforge search --deterministic` with the same options may find a faster one")
     for arch in found.archs:
         echo_entry("not", f"{arch.name}: {arch.why}")

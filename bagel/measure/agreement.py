@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnforge.bagel.measure.fa4 import Attention
+from attnforge.bagel.measure.attentions import Attention
 from attnforge.codegen.spec import DType
 from attnforge.runtime.search.case import Inputs
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attnforge.bagel.measure.fa4 import Unavailable
+from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.peers import OURS as OURS
 from attnforge.bagel.measure.peers import known, time_peer, usual
 from attnforge.codegen.spec import Direction, Spec

@@ -28,13 +28,14 @@ def random_blocks(
     return DenseMask(mask, visible_keys=int(mask.sum()) / length)
 
 
-def equal_documents(share: float, length: int, device: torch.device, block: int = BLOCK) -> PackedMask:
+def equal_documents(share: float, length: int, device: torch.device) -> PackedMask:
     """Documents of whole blocks, as equal as can be, that see all of themselves: about the part `share` of all pairs.
 
-    As with random blocks, every row sees about as many keys, and no visible block is partly hidden.
+    Blocks have BLOCK rows. As with random blocks, every row sees about as many keys, and no visible block is partly
+    hidden.
     """
-    side = -(-length // block)
+    side = -(-length // BLOCK)
     count = min(side, max(1, round(1 / share)))
-    ends = [min(length, round(side * (i + 1) / count) * block) for i in range(count)]
+    ends = [min(length, round(side * (i + 1) / count) * BLOCK) for i in range(count)]
     lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     return PackedMask(lengths, lengths, ["full"] * count, device)

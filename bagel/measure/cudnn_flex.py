@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from attnforge.bagel.measure.fa4 import Attention, Unavailable
+from attnforge.bagel.measure.attentions import Attention, Unavailable
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.reference import visible_rows
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnforge.bagel.measure.fa4 import Attention, Unavailable, attention_by
+from attnforge.bagel.measure.attentions import Attention, Unavailable
+from attnforge.bagel.measure.fa4 import attention_by
 from attnforge.runtime.search.case import Case
 
 MODULE = "flash_attn_interface"

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnforge.bagel.measure.attentions import Attention, Unavailable
 from attnforge.bagel.packing import PackedMask
 from attnforge.runtime import mask_patterns
 from attnforge.runtime.masks import Causal, Spans
 from attnforge.runtime.search.case import Case
-
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Unavailable(RuntimeError):
-    """The peer does not support this case; the message appears in the table in place of a number."""
 
 
 def installed() -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from attnforge.bagel.measure import peers
+from attnforge.bagel.measure.attentions import Attention, Unavailable
 from attnforge.bagel.measure.bench import OURS, ours
-from attnforge.bagel.measure.fa4 import Attention, Unavailable
 from attnforge.bagel.measure.goals import STEP, WORKS, Goal
 from attnforge.bagel.measure.peers import as_unavailable, memory_freed
 from attnforge.bagel.workloads import workload

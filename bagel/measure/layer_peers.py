@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attnforge.bagel.measure import cudnn_flex, fa3
-from attnforge.bagel.measure.fa4 import Attention
+from attnforge.bagel.measure.attentions import Attention
 from attnforge.bagel.packing import Split, cut
 
 PEERS = ("cudnn-flex", "fa3")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnforge.bagel.measure import cudnn_flex, fa3, fa4
-from attnforge.bagel.measure.fa4 import Attention, Unavailable
+from attnforge.bagel.measure.attentions import Attention, Unavailable
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod

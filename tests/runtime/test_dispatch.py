@@ -474,7 +474,7 @@ def test_what_a_call_is_chosen_by(loaded: list[Spec], monkeypatch: pytest.Monkey
     asked: list[tuple[int, int, int, int]] = []
     choose = dispatch.choose
 
-    def noting(problem: Problem, group: int, size: int, *rest: Any) -> dispatch.Choice:
+    def noting(problem: Problem, group: int, size: int, *rest: Any) -> tables.Choice:
         asked.append((problem.align, group, size, problem.head_dim_v))
         return choose(problem, group, size, *rest)
 
@@ -732,7 +732,7 @@ def test_deterministic_takes_the_nearest_deterministic_variant(monkeypatch: pyte
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM80, head_dim=64)
     loose = next(candidates(problem))
     assert not make_plan(loose).deterministic
-    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
+    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([tables.Choice(loose, "tuned")]))
     target = dispatch.Target("", (Arch.SM80,))
     strict = dispatch.choose_for(problem, 7, 1024, target, deterministic=True)
     assert make_plan(strict.spec).deterministic
@@ -758,7 +758,7 @@ def test_deterministic_heads_of_a_group_have_blocks_that_start_apart_under_a_mas
 ) -> None:
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=128, mask=mask)
     loose = next(spec for spec in candidates(problem) if spec.to_json()["tuning"]["split_heads"] == owner)
-    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
+    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([tables.Choice(loose, "tuned")]))
     strict = dispatch.choose_for(problem, group, 1024, dispatch.Target("", (Arch.SM90A,)), deterministic=True)
     assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {"deterministic": 1} | wanted
 
@@ -791,7 +791,7 @@ def test_deterministic_takes_what_differs_least(monkeypatch: pytest.MonkeyPatch)
     """Where the tuned variant itself cannot have deterministic sums: before Hopper a block per q head."""
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM80, head_dim=64)
     loose = next(spec for spec in candidates(problem) if make_plan(spec).dkv_accum)
-    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
+    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([tables.Choice(loose, "tuned")]))
     target = dispatch.Target("", (Arch.SM80,))
     strict = dispatch.choose_for(problem, 7, 1024, target, deterministic=True)
     assert make_plan(strict.spec).deterministic
@@ -834,7 +834,7 @@ def test_quiet_knobs_of_a_deterministic_variant(
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
     loose = Spec(problem, tuning)
     make_plan(loose)
-    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([(loose, "tuned")]))
+    monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([tables.Choice(loose, "tuned")]))
     strict = dispatch.choose_for(problem, group, 1024, dispatch.Target("", (Arch.SM90A,)), deterministic=True)
     assert strict.spec.tuning.to_json() == tuning.to_json() | {"deterministic": 1} | changed
 
@@ -1005,7 +1005,7 @@ LOOSE = next(candidates(STRICT))
 FIRST, SECOND, *_ = islice(deterministic_candidates(STRICT), 40, 42)
 
 
-def strictly(size: int = 1024, group: int = 7, **changes: Any) -> dispatch.Choice:
+def strictly(size: int = 1024, group: int = 7, **changes: Any) -> tables.Choice:
     """What a deterministic call takes; one that is not takes `LOOSE`, the only entry for such calls."""
     problem, target = replace(STRICT, **changes), dispatch.Target(H200, (Arch.SM90A,))
     assert dispatch.choose_for(problem, group, size, target).spec.tuning == LOOSE.tuning

@@ -35,7 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     choose = dispatch.choose
     signature = inspect.signature(choose)
 
-    def recording(problem: Problem, *rest: Any) -> dispatch.Choice:
+    def recording(problem: Problem, *rest: Any) -> tables.Choice:
         questions.append((problem.direction, signature.bind(problem, *rest).arguments["visible_keys"]))
         return choose(problem, *rest)
 

@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 
 from attnforge.bagel.measure import peers
+from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.cli import main
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime.masks import DenseMask

@@ -12,7 +12,7 @@ from markdown_table import body
 from torch import Tensor
 
 from attnforge.bagel.measure import cudnn_flex, fa3
-from attnforge.bagel.measure.fa4 import Attention, Unavailable
+from attnforge.bagel.measure.attentions import Attention, Unavailable
 from attnforge.bagel.measure.peers import attend
 from attnforge.codegen.spec import DType
 from attnforge.runtime.masks import FunctionMask, Spans

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from attnforge.bagel.measure import fa4, interleaved, peers
+from attnforge.bagel.measure.attentions import Attention
 from attnforge.bagel.measure.bench import OURS
 from attnforge.bagel.measure.cases import TOKENS, make_case
-from attnforge.bagel.measure.fa4 import Attention
 from attnforge.bagel.measure.goal_report import error_ratios, markdown, missed, rates, ratio
 from attnforge.bagel.measure.goals import GOALS, STEP, WORKS, Goal
 from attnforge.bagel.measure.interleaved import DETERMINISTIC, LAYER, MATMUL, Entry, Line, run_goal

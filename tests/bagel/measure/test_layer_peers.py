@@ -13,8 +13,8 @@ from packs import lists, packs
 from torch import Tensor
 
 from attnforge.bagel.measure import cudnn_flex, fa3
+from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.bagel.measure.layer_peers import (
     PEERS,
     FlashAttention3,

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from attnforge.bagel.measure import cudnn_flex, fa3, fa4, peers
+from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.bench import OURS, ours, peers_of
 from attnforge.bagel.measure.case_scores import with_score
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.bagel.measure.peers import NAMES, _mask_mod, attention_of
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.space import candidates

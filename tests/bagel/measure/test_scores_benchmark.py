@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attnforge import scores
 from attnforge.bagel.measure import fa4, peers
+from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.fa4 import Unavailable
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime.ops import attention
 from attnforge.runtime.search.case import Inputs

@@ -11,7 +11,7 @@ from shared_prefix import HEAD, Group, cases_of, flat, main
 from torch import Tensor
 
 from attnforge.bagel.measure import cudnn_flex, fa3
-from attnforge.bagel.measure.fa4 import Attention
+from attnforge.bagel.measure.attentions import Attention
 from attnforge.bagel.measure.peers import attend
 from attnforge.codegen.spec import DType
 from attnforge.runtime.search.case import Case

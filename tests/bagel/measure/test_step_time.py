@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from step_time import main
 
 from attnforge.bagel.measure import cudnn_flex, fa3
-from attnforge.bagel.measure.fa4 import Unavailable
+from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.runtime.prologue import qk_norm_rope
 
 pytestmark = pytest.mark.usefixtures("one_thread")
