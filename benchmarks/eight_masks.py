@@ -233,7 +233,7 @@ def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def contestants(case: Case, x: Inputs, names: Sequence[str]) -> tuple[list[Contestant], bool]:
-    """Ours if it agrees with float64, and the peers that agree with it; and whether somebody does not."""
+    """Ours if it agrees with float64, and the peers that agree with it; and whether any does not."""
     check = make_check(case, Direction.BACKWARD)
     ours = peers.attend(case)
     errors = distances(check, dict(zip(("out", "dq", "dk", "dv"), results(ours, check.inputs), strict=True)))

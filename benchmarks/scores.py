@@ -293,7 +293,7 @@ def agrees(got: Any, expected: Any, learned: int, dtype: DType) -> None:
 def calls_of(
     case: Case, known: dict[str, Contestant], direction: Direction, sets: list[Inputs], names: list[str]
 ) -> dict[str, Callable[[int], Any]]:
-    """Calls of ours, by the score, and of peers, by "PEER SCORE". Who cannot run is reported and left out."""
+    """Calls of ours, by the score, and of peers, by "PEER SCORE". Those that cannot run are reported and left out."""
     calls: dict[str, Callable[[int], Any]] = {}
     for name, one in known.items():
         calls[name] = ours(case, one, direction, sets)

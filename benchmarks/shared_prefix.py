@@ -155,7 +155,7 @@ def check(
 
 
 def contestants(group: Group, args: argparse.Namespace) -> tuple[list[Contestant], bool]:
-    """Those that agree with ours on the pack, which is the first; and whether somebody does not."""
+    """Those that agree with ours on the pack, which is the first; and whether any does not."""
     dtype, device = DType(args.dtype), torch.device(args.device)
     cases = cases_of(group, args.model, dtype, device)
     packs = [Inputs(*tensors) for tensors in rotate(tuple(cases["pack"].inputs()), device)]

@@ -1,4 +1,4 @@
-"""Sleeps at random at every barrier of a GPU kernel, to bring races to light: what ATTNFORGE_CHAOS asks for.
+"""Random sleeps at every barrier of a GPU kernel, which make races visible (ATTNFORGE_CHAOS).
 
 They are planted into rendered text, so templates and ordinary sources hold none of it. What counts as a barrier is an
 instruction, not a name. Functions that whole warps call (TOGETHER) sleep before it, and after it where they return

@@ -219,7 +219,7 @@ class Problem:
 
     @property
     def largest_dim(self) -> int:
-        """The larger of the two head dims: what guesses and limits go by."""
+        """The larger of the two head dims: guesses and limits depend on it."""
         return max(self.head_dim, self.head_dim_v)
 
     @property
@@ -315,7 +315,7 @@ def plain(value: Any) -> str | int:
 
 
 def _word(f: ProblemField, value: str | int) -> str:
-    """The value as slugs have it: a text that is no name goes by its label."""
+    """The value as slugs have it: that of a formula is its label."""
     return f.type(value).label if issubclass(f.type, Formula) else str(value)
 
 

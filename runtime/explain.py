@@ -1,4 +1,4 @@
-"""Why dispatch chooses a kernel for a call: the table entry it is from, and what speaks against the others."""
+"""Why dispatch chooses a kernel for a call: the table entry it is from, and why others come after it."""
 
 from __future__ import annotations
 

@@ -563,7 +563,7 @@ def program_evaluator(
         for op, operands, kind, value in nodes:
             args = [found[i] for i in operands]
             if op == "const":
-                # Not torch.tensor, which is a tensor outside of a graph: FlexAttention's lowering wants none.
+                # Not torch.tensor, a tensor outside of the graph, which FlexAttention's lowering does not accept.
                 found.append(torch.full((), float(value), dtype=dtypes[kind], device=device))
             elif op == "leaf":
                 found.append(leaves[str(value)])

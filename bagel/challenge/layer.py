@@ -126,7 +126,7 @@ def stepwise(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def native(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """torch's own: scaled_dot_product_attention with the mask as SDPA wants it."""
+    """torch's own: scaled_dot_product_attention with the mask as SDPA takes it."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.logical_not())
 
 

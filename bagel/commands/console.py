@@ -19,7 +19,7 @@ from rich.table import Table
 console = Console()
 if console.width < 1:  # with COLUMNS=0, as containers set it, rich prints nothing
     console.width = shutil.get_terminal_size().columns
-UNBOUNDED = 10_000  # columns: as wide as a table would like to be
+UNBOUNDED = 10_000  # columns: more than any table has
 
 
 def echo(text: str) -> None:

@@ -107,7 +107,7 @@ def _loaded() -> bool:
 
 
 def _library() -> Path | None:
-    """xformers' library. The package itself is not imported: it wants one version of torch."""
+    """xformers' library. The package itself is not imported: it requires one version of torch."""
     spec = find_spec("xformers")
     folders = spec.submodule_search_locations if spec else None
     return next((path for folder in folders or () if (path := Path(folder, LIBRARY)).exists()), None)

@@ -49,8 +49,8 @@ NAMES = {
     "cuda": (*BACKENDS, "sdpa-samples", "flex", "cudnn-flex", "fa3", *FA4),
     "cpu": ("sdpa-flash", "sdpa-samples", "flex"),
 }
-DETERMINISTIC = ("fa3",)  # have deterministic gradients that can be asked for without slowing the others
-EXTRA: dict[str, Callable[[Case], Attention]] = {}  # peers that a benchmark brings along, by name
+DETERMINISTIC = ("fa3",)  # have deterministic gradients as an option of a call
+EXTRA: dict[str, Callable[[Case], Attention]] = {}  # peers that a benchmark adds, by name
 # A warning of torch that says why it does not use a backend of SDPA.
 _REFUSAL = re.compile(r"(?P<why>.*?)\s*\(Triggered internally at \S*/sdp_utils", re.DOTALL)
 OURS = "attnforge"  # our own kernel in rows and tables

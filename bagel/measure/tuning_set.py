@@ -55,7 +55,7 @@ class TuningProblem:
 
     @cached_property
     def slug(self) -> str:
-        """The name as a file's; that of a score of a file also tells versions of the file apart."""
+        """The name for files; with a score from a file, also a digest of that file."""
         file = Path(self.score.rpartition(":")[0])
         version = f" {hashlib.sha256(file.read_bytes()).hexdigest()[:8]}" if file.suffix == ".py" else ""
         return re.sub(r"[^\w.-]+", "_", str(self) + version)
@@ -87,7 +87,7 @@ def chosen(
 def measured(device: torch.device) -> Iterator[TuningProblem]:
     """The problems behind the entries of all tables, whatever device they are of, that this device can run.
 
-    Those with a score of somebody's file are left out.
+    Those with a score from a file are left out.
     """
     for name in sorted({path.stem for folder in tables.folders() for path in folder.glob("*.json")}):
         for entry in tables.known(name):

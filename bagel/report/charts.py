@@ -1,4 +1,4 @@
-"""The charts of one problem as Vega-Lite specs, made with Altair. Colours are left to the page, which knows the theme.
+"""The charts of one problem as Vega-Lite specs, made with Altair. Colours are set by the page, by its theme.
 
 All charts of a problem share one set of rows, `rows_of`, which the page hands to each under the name `variants`.
 """

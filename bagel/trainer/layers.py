@@ -97,7 +97,7 @@ class Parts:
 
 
 def _is_plain(module: nn.Module, cls: type | None) -> bool:
-    """Is it of exactly this class, and does nobody else take part in its forward?"""
+    """Is it of exactly this class, without hooks and without a forward of its own?"""
     changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
     return type(module) is cls and not changed
 

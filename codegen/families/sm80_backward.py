@@ -213,7 +213,7 @@ GRIDS = (
 
 
 def tunings(problem: Problem) -> Iterator[Sm80Backward]:
-    """What a search tries, best guess first; deterministic ones last, for those who ask for them take the first."""
+    """What a search tries, best guess first; deterministic ones last: such calls take the first."""
     guesses = _guesses(problem)
     yield from guesses
     for (tile_m, tile_n), stages, split in product(TILES, (2, 1), (True, False)):

@@ -379,7 +379,7 @@ def forward_tunings(problem: Problem) -> Iterator[Fp32Forward]:
 
 
 def backward_tunings(problem: Problem) -> Iterator[Fp32Backward]:
-    """What a search of the backward tries, best guess first; deterministic ones last, for who asks takes the first."""
+    """What a search of the backward tries, best guess first; deterministic ones last: such calls take the first."""
     guesses = _guesses(problem, BACKWARD_GUESSES)
     yield from guesses
     for split, grid, stages, blocks, grad_splits in product(

@@ -336,7 +336,7 @@ def _launches(spec: Spec, t: Sm90Backward, shared: int) -> tuple[Launch, ...]:
 
 
 def tunings(problem: Problem) -> Iterator[Sm90Backward]:
-    """What a search tries, best guess first; deterministic ones last, for those who ask for them take the first."""
+    """What a search tries, best guess first; deterministic ones last: such calls take the first."""
     # Narrow heads have registers for lag and for K and V; what does not fit is left out by the plan.
     narrow = problem.head_dim <= 80
     stages = ((4, 4), (4, 3), (3, 3), (2, 2)) if narrow else ((3, 2), (2, 2), (3, 3), (2, 1))

@@ -122,7 +122,9 @@ def plan(spec: Spec) -> Plan:
     _require_staging(p, t)
     shared = _shared_bytes(p, t, staged_columns(p, t))
     require_shared(shared)
-    roomy = t.pair and p.largest_dim <= 192  # a producer of a pair would like more than it gets at 256
+    roomy = (
+        t.pair and p.largest_dim <= 192
+    )  # at 256 a producer of a pair gets fewer registers than it uses best
     producer_registers, consumer_registers = (REGISTERS_BUSY if roomy else REGISTERS)[CONSUMERS]
     live = live_registers(p, t)
     require_registers(live, consumer_registers, "the tiles")

@@ -1,4 +1,4 @@
-"""Files that readers find whole or not at all, whoever dies while writing them."""
+"""Atomic writes: readers find a file whole or not at all, also if its writer is killed."""
 
 from __future__ import annotations
 

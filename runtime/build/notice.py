@@ -12,7 +12,7 @@ _lock = threading.Lock()
 
 
 def announce(subject: str, text: str) -> None:
-    """Print `attnforge: text` unless `subject` was announced before, or nobody watches.
+    """Print `attnforge: text` unless `subject` was announced before, or stderr is no terminal.
 
     Helper processes are silent, and all ranks of a distributed run but the first of a machine.
     """

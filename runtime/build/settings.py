@@ -83,7 +83,7 @@ def disabled(what: str, instead: str) -> bool:
 
 
 def unknown_variables() -> dict[str, str]:
-    """Variables that are set and called ATTNFORGE_ something, but are none of ours, with the nearest that are."""
+    """Variables that are set and begin with ATTNFORGE_, but mean nothing here: a remedy for each, by name."""
     found = {}
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in KNOWN:
@@ -107,7 +107,7 @@ def _number(name: str, words: str) -> int:
 
 
 def table_folders() -> tuple[Path, ...]:
-    """`Settings.tables` alone: dispatch asks for it at each choice."""
+    """`Settings.tables` alone, which dispatch reads at each choice."""
     given = [part for part in os.environ.get(TABLES, "").split(os.pathsep) if part]
     if not given:
         return (_user_folder(platformdirs.user_data_path) / "tables",)

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnforge.runtime.masks import DenseMask, FunctionMask, Spans
 from attnforge.runtime.scores import Score
 
-ERROR = "error"  # the name under which a rank tells the others that its arguments are refused
+ERROR = "error"  # the name under which a rank reports that its arguments are refused
 
 
 def describe(**arguments: object) -> dict[str, str]:

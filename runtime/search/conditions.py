@@ -20,7 +20,7 @@ import torch
 log = logging.getLogger("attnforge")
 
 SECONDS = 0.1  # between two readings of a GPU
-AT_REST = 0.2  # seconds for which a CPU is watched before anything of ours runs
+AT_REST = 0.2  # seconds for which a CPU is watched before a search runs anything
 GPU_AT_REST = 1.1  # NVML's share of busy time is that of the last second at most
 BUSY_CPUS = 0.25  # of other processes, from which a CPU's timing is doubtful
 BUSY_GPU = 5  # percent, likewise
@@ -66,7 +66,7 @@ class Conditions(Protocol):
 
 
 def watch(device: torch.device) -> Conditions:
-    """The conditions of a device. Call it before anything of ours runs: it reads what other processes use at once."""
+    """The conditions of a device. Call it before the search runs anything: it first reads what other processes use."""
     return GpuConditions(nvml_of(device)) if device.type == "cuda" else CpuConditions()
 
 
@@ -203,7 +203,7 @@ class GpuConditions:
 
 
 def judge(before: Reading | None, readings: Sequence[Reading]) -> Summary:
-    """Facts and warnings of the readings of a GPU, `before` from when nothing of ours ran."""
+    """Facts and warnings of the readings of a GPU, `before` from when the search ran nothing."""
     facts: dict[str, str] = {}
     warnings: list[str] = []
     if before is not None and before.busy >= BUSY_GPU:

@@ -26,11 +26,8 @@ from attnforge.runtime.search.reference import reference, visible_rows
 # dominates, which all kernels share; in fp32 the order of sums dominates, which differs.
 RMS_RATIO = {DType.BFLOAT16: 1.1, DType.FLOAT16: 1.1, DType.FLOAT32: 2.0}
 MAX_RATIO = {DType.BFLOAT16: 2.0, DType.FLOAT16: 2.0, DType.FLOAT32: 4.0}
-UNIT_ROUNDOFF = {
-    DType.BFLOAT16: 2.0**-9,
-    DType.FLOAT16: 2.0**-12,
-    DType.FLOAT32: 2.0**-25,
-}  # half an ulp, at least
+# Half an ulp, at least.
+UNIT_ROUNDOFF = {DType.BFLOAT16: 2.0**-9, DType.FLOAT16: 2.0**-12, DType.FLOAT32: 2.0**-25}
 LSE_LIMIT = {DType.BFLOAT16: 1e-3, DType.FLOAT16: 1e-3, DType.FLOAT32: 5e-5}  # SDPA does not return it
 LARGE_ROWS = 256
 WHOLE = 1 << 25  # scores of all heads up to which a case is sampled whole: float64 takes a second

@@ -91,7 +91,7 @@ class Worker:
         """Turn to a problem. Its exact results are computed while the caller goes on."""
         self._problem = case, direction
         if self._preparing or self._asking:
-            self.close()  # a reply to what nobody waits for any more would be taken for another one
+            self.close()  # a late reply to an earlier request would be taken for that of a new one
         self._prepare()
 
     def trial(self, spec: Spec, give_up_ms: float, reference: tuple[Spec, float] | None = None) -> Outcome:
@@ -138,7 +138,7 @@ class Worker:
                 return "timeout", f"no result after {seconds:.0f} s"
             reply = connection.recv()
         except (EOFError, OSError):
-            return "launch", self._epitaph()
+            return "launch", self._exit_status()
         self._asking = False
         if isinstance(reply, Outcome) and reply.fatal:
             self.close()
@@ -173,9 +173,9 @@ class Worker:
                 raise RuntimeError(f"the measuring process is not ready after {START_SECONDS:.0f} s")
             return self._connection.recv()
         except (EOFError, OSError):
-            raise RuntimeError(f"the measuring process did not start: {self._epitaph()}") from None
+            raise RuntimeError(f"the measuring process did not start: {self._exit_status()}") from None
 
-    def _epitaph(self) -> str:
+    def _exit_status(self) -> str:
         self._process.join()
         code = self._process.exitcode
         self.close()
