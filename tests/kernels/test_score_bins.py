@@ -7,17 +7,20 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import gxx
 import pytest
 import torch
 from cpu_kernel import FLAGS as CPU_FLAGS
+from cpu_kernel import ScoreRef
 from emulator import FLAGS, PARTS
+from torch import Tensor
 
 from attnforge.codegen import params
 from attnforge.codegen.render import render_text
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 
 CALLS = """
@@ -30,28 +33,42 @@ extern "C" float sum(const float* values, int count, BinWord* row) {
     return rounded_sum(row);
 }
 """
+ON_GPU = """
+extern "C" void add_lanes(const Params* p, const long long* places, const float* values) {
+    launch([=] { add_to_gradient(p->dscore0, p->score_bins0, places[threadIdx.x], values[threadIdx.x]); }, 1, 32, 0);
+}
+extern "C" void round_rows(const Params* p) {
+    launch([=] { round_score_gradients(*p, 64); }, 2, 64, 0);
+}
+"""
 LARGEST, TINIEST = 3.4028234663852886e38, 2.0**-149
 Sum = Callable[[Sequence[float]], float]
 
 
 @pytest.fixture(scope="module", params=[Arch.CPU, Arch.SM80], ids=lambda arch: arch.value)
-def summed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sum:
-    """The sum of float32 values by the functions of a kernel for an architecture; on the CPU by three threads."""
-    score = ScoreMod("bias(t0: float32[1] grad): score + t0[h]")
-    spec = next(
-        candidates(Problem(Direction.BACKWARD, request.param, DType.FLOAT32, 16, Mask.FULL, score=score))
-    )
-    text = render_text("common/score_bins.h.jinja", spec=spec)
-    text = params.struct(("dscore0",)) + "\n" + text.replace("#pragma unroll", "//")
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The functions of a kernel for an architecture. Its rows may be null, as pairs may have elements of their own."""
+    score = ScoreMod("bias(t0: float32[2] grad): score + t0[q_idx, kv_idx]")
+    problem = Problem(Direction.BACKWARD, request.param, DType.FLOAT32, 16, Mask.FULL, score=score)
+    gpu = problem.arch.is_gpu
+    template = "common/score_gradient.cuh.jinja" if gpu else "common/score_bins.h.jinja"
+    text = render_text(template, spec=next(deterministic_candidates(problem)))
+    text = params.struct(("dscore0", "score_bins0")) + "\n" + text.replace("#pragma unroll", "//")
     path = tmp_path_factory.mktemp("bins") / "bins.cpp"
-    if request.param.is_gpu:
-        path.write_text('#include "emulator.h"\n' + text + CALLS.replace("#pragma omp", "// "))
+    if gpu:
+        path.write_text('#include "emulator.h"\n' + text + CALLS.replace("#pragma omp", "// ") + ON_GPU)
         library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
     else:
         path.write_text(text + CALLS)
         library = gxx.library(path, *CPU_FLAGS, "-Wno-unused-function")
     library.sum.restype = ctypes.c_float
     assert library.words() == params.SCORE_WORDS
+    return library
+
+
+@pytest.fixture
+def summed(library: ctypes.CDLL) -> Sum:
+    """The sum of float32 values; on the CPU by three threads."""
 
     def call(values: Sequence[float]) -> float:
         array = (ctypes.c_float * len(values))(*values)
@@ -127,3 +144,56 @@ def test_a_word_takes_many_additions(summed: Sum) -> None:
     part = (2.0**24 - 1) * 2.0**-21  # its lower bits end where a word does
     assert summed([part] * 9999) == rounded(9999 * Fraction(part))
     assert summed([-part] * 9999) == rounded(-9999 * Fraction(part))
+
+
+# ---- Warps and grids
+
+on_gpu = pytest.mark.parametrize("library", [Arch.SM80], indirect=True, ids=["sm80"])
+
+
+class Gradient(ctypes.Structure):
+    """`struct Params` of the library: sums of a gradient, and the rows that they are rounded from."""
+
+    _fields_ = (("dscore0", ScoreRef), ("score_bins0", ctypes.c_void_p))
+
+    def __init__(self, sums: Tensor, rows: Tensor | None) -> None:
+        super().__init__(ScoreRef.of(sums), None if rows is None else rows.data_ptr())
+
+
+def add_lanes(library: ctypes.CDLL, gradient: Gradient, places: Tensor, values: Tensor) -> None:
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (places, values))
+    library.add_lanes(ctypes.byref(gradient), *pointers)
+
+
+@on_gpu
+def test_all_rows_of_a_gradient_are_rounded(library: ctypes.CDLL) -> None:
+    """Of any number of dimensions; two blocks go round more than once."""
+    sums, values = torch.full((3, 5, 2, 11), torch.nan), torch.rand(352)
+    count, length = sums.numel(), len(values)
+    gradient = Gradient(sums, rows := torch.zeros(count, params.SCORE_WORDS, dtype=torch.int64))
+    for first in range(0, length, 32):
+        places = torch.arange(first, first + 32) % count  # some get two additions
+        add_lanes(library, gradient, places, values[first : first + 32])
+    assert rows.any(dim=1).all()
+    library.round_rows(ctypes.byref(gradient))
+    expected = values[:count].clone()
+    expected[: length - count] += values[count:]
+    assert torch.equal(sums.flatten(), expected)
+
+
+@on_gpu
+def test_floats_of_a_gradient_without_rows_stay(library: ctypes.CDLL) -> None:
+    sums, values = torch.zeros(4, 8), torch.rand(32)
+    gradient = Gradient(sums, None)
+    add_lanes(library, gradient, torch.arange(32).flip(0), values)
+    library.round_rows(ctypes.byref(gradient))
+    assert torch.equal(sums.flatten().flip(0), values)
+
+
+@on_gpu
+def test_places_beyond_32_bits(library: ctypes.CDLL, tmp_path: Path) -> None:
+    """Half of the lanes add to an element whose place has the same lower bits; the file is sparse."""
+    sums = torch.from_file(str(tmp_path / "sums"), shared=True, size=2**32 + 1)
+    places = (torch.arange(32) // 16) << 32
+    add_lanes(library, Gradient(sums[:1], None), places, torch.ones(32))
+    assert (sums[0].item(), sums[-1].item()) == (16.0, 16.0)

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
@@ -146,6 +147,9 @@ def test_other_hopper_gpus_take_the_nearest_chips_entries(name: str, nearest: st
     (spec, reason), *_ = tables.choose(PROBLEM, 7, 1024, name, [tmp_path])
     assert spec.tuning == (first if nearest == H200 else second)
     assert reason.endswith("; of another device, not measured on this one")
+    offer, *_ = tables.offers(PROBLEM, 7, 1024, name, [tmp_path])
+    parts = dict(zip(tables.DISTANCES, offer.distance, strict=True))
+    assert (parts["speed"], parts["device"] >= 1, parts["shape"]) == (-speeds[nearest], True, 0)
     (_, reason), *_ = tables.choose(PROBLEM, 7, 1024, nearest, [tmp_path])
     assert "another device" not in reason
 
@@ -202,13 +206,13 @@ def test_what_does_not_stand_in_for_a_head_dim(tmp_path: Path) -> None:
 
 def test_both_head_dims_of_an_entry_that_stands_in_count(tmp_path: Path) -> None:
     backward = replace(HOPPER, direction=Direction.BACKWARD, head_dim=176, dim_v=96)
-    tunings = [spec.tuning for spec in islice(candidates(replace(backward, head_dim=256, dim_v=0)), 4)]
-    dims = (256, 128), (192, 128), (192, 0), (192, 64)
+    tunings = [spec.tuning for spec in islice(candidates(replace(backward, head_dim=256, dim_v=0)), 5)]
+    dims = (256, 128), (192, 128), (192, 0), (192, 64), (176, 192)
     for (head_dim, dim_v), tuning in zip(dims, tunings, strict=True):
         entry = of_head_dim(head_dim, tuning, dim_v, direction=Direction.BACKWARD)
         tables.save(H200, [entry], tmp_path)
-    assert [spec.tuning for spec in chosen(backward, tmp_path)] == [tunings[i] for i in (1, 0, 2)]
-    (_, reason), *_ = tables.choose(backward, 7, 1024, H200, [tmp_path])
+    assert [spec.tuning for spec in chosen(backward, tmp_path)] == [tunings[i] for i in (4, 1, 0, 2)]
+    _, (_, reason), *_ = tables.choose(backward, 7, 1024, H200, [tmp_path])
     assert reason.endswith("(nvidia-h200.json); entry of head_dim 192 and 128 of v")
 
 
@@ -225,6 +229,44 @@ def test_a_backward_that_stands_in_is_spread_out_and_made_deterministic(
     strict = dispatch.choose_for(backward, 7, 1024, dispatch.Target(H200, (Arch.SM90A,)), deterministic=True)
     assert strict.spec == Spec(backward, replace(tuning, deterministic=True))
     assert strict.reason.endswith(f"; entry of head_dim 72; {dispatch.CONVERTED}")
+
+
+def test_modelled_entries_come_last_and_are_those_of_the_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one that was measured under another mask. Each architecture of a device has a table of its own."""
+    only_tables_of(tmp_path, monkeypatch)
+    hopper = replace(PROBLEM, arch=Arch.SM90A)
+    for problem in (hopper, PROBLEM):
+        _, spec = islice(candidates(problem), 2)  # not the first, which is taken without entries
+        tables.save(problem.arch.value, [Tuned(spec, 7, 1024, 1.0, 100.0)], tmp_path / tables.MODELLED)
+    measured = next(candidates(replace(hopper, mask=Mask.CAUSAL)))
+    tables.save(H200, [Tuned(measured, 7, 1024, 1.0, 100.0)], tmp_path)
+    assert [offer.modelled for offer in tables.offers(hopper, 7, 1024, H200)] == [False, True]
+    unaligned = replace(hopper, align=8)  # which no kernel of sm90a takes
+    choice = dispatch.choose_for(unaligned, 7, 1024, dispatch.Target(H200, (Arch.SM90A, Arch.SM90)))
+    assert choice.spec == Spec(replace(PROBLEM, align=8), spec.tuning)
+    assert choice.reason.startswith("modelled, not measured, as")
+
+
+def test_the_first_folder_wins(tmp_path: Path) -> None:
+    """Although the entry of the second one is faster."""
+    first, second = entries(PROBLEM, 2)
+    places = tmp_path / "own", tmp_path / "packaged"
+    tables.save(H200, [first], places[0])
+    tables.save(H200, [replace(first, spec=second.spec, tflops=900.0)], places[1])
+    assert [spec for spec, _ in tables.choose(PROBLEM, 7, 1024, H200, places)] == [first.spec]
+    assert tables.known(H200, places) == (first,)
+
+
+def test_a_table_that_is_replaced_within_a_tick_of_the_clock_counts(tmp_path: Path) -> None:
+    first, second = entries(PROBLEM, 2)
+    path = tables.save(H200, [first], tmp_path)
+    before = path.stat()
+    assert chosen(PROBLEM, tmp_path) == [first.spec]
+    tables.save(H200, [replace(first, spec=second.spec)], tmp_path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert chosen(PROBLEM, tmp_path) == [second.spec]
 
 
 def test_rounds_of_entries_that_stand_in_matter(tmp_path: Path) -> None:
@@ -636,6 +678,9 @@ def test_what_was_measured_is_of_the_very_class(tmp_path: Path) -> None:
         {"score": ScoreMod("softcap: 30.0 * tanh(score / 30.0)")},
     )
     assert [speed(**other) for other in others] == [None] * len(others)
+    (entry,) = entries(PROBLEM, 1)
+    tables.save(H200, [replace(entry, rounds=2, tflops=120.0)], tmp_path)
+    assert speed() == 120.0, "of any rounds"
 
 
 def test_where_visible_keys_are_unknown_the_fastest_pack_was_measured(tmp_path: Path) -> None:
@@ -687,6 +732,36 @@ def test_a_small_call_that_was_searched_gets_its_winner(tmp_path: Path) -> None:
     assert tables.FEW_TILES not in reason
     strict = tables.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=1, deterministic=True)
     assert next(strict)[0] == ordered().spec
+
+
+def test_a_small_deterministic_call_keeps_its_order(tmp_path: Path) -> None:
+    tables.save(H200, [ordered()], tmp_path)
+    of = {"rounds": 0, "deterministic": True}
+    spec, reason = next(tables.choose(BACKWARD, 7, 1024, H200, [tmp_path], **of))  # type: ignore[arg-type]
+    assert spec == ordered().spec
+    assert tables.FEW_TILES not in reason
+
+
+@pytest.mark.parametrize("group", [1, 7])
+@pytest.mark.parametrize("direction", Direction)
+def test_rounds_that_matter_have_all_choices(direction: Direction, group: int, tmp_path: Path) -> None:
+    """Of calls of any rounds: `attnforge warm` compiles for these alone."""
+    if direction is Direction.BACKWARD:
+        few, many = ordered(3), ordered()
+        many = replace(many, spec=replace(many.spec, tuning=replace(many.spec.tuning, stages=2)))  # type: ignore[arg-type]
+    else:
+        few, many = entries(PROBLEM, 2)
+        few, many = replace(few, size=1024, rounds=3), replace(many, size=1024)
+    tables.save(H200, [few, many], tmp_path)
+    call = few.spec.problem
+
+    def chosen_for(values: Iterable[int]) -> set[Spec]:
+        choices = (tables.choose(call, group, 1024, H200, [tmp_path], rounds=rounds) for rounds in values)
+        return {next(specs)[0] for specs in choices}
+
+    everything = chosen_for(range(tables.MANY + 1))
+    assert {few.spec, many.spec} <= everything
+    assert chosen_for(tables.rounds_that_matter(call, group, H200, [tmp_path])) == everything
 
 
 def test_rounds_count_key_tiles_of_kv_heads() -> None:
@@ -1089,6 +1164,7 @@ def test_of_two_deterministic_kernels_the_faster_one_is_taken(
     ]
     tables.save(H200, entries, tmp_path)
     target = dispatch.Target(H200, (Arch.SM90A,))
+    assert tables.measured(STRICT, 7, 1024, H200, deterministic=True) == 90.0, "by searches for such calls"
     strict = dispatch.choose_for(STRICT, 7, 1024, target, deterministic=True)
     assert strict.spec.tuning == (SECOND if faster > 90 else FIRST).tuning
     assert dispatch.choose_for(STRICT, 7, 1024, target).spec.tuning == SECOND.tuning
