@@ -722,13 +722,18 @@ def test_small_backwards_have_more_blocks_that_do_not_wait(
     make_plan(spec)
 
 
-def test_a_small_call_that_was_searched_gets_its_winner(tmp_path: Path) -> None:
+def test_a_small_call_that_was_searched_gets_its_winner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Entries of other rounds are other classes, and a deterministic call keeps its order."""
+    only_tables_of(tmp_path, monkeypatch)
     tables.save(H200, [ordered(), ordered(rounds=0)], tmp_path)
     assert len(tables.load(H200, tmp_path)) == 2
     spec, reason = next(tables.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=0))
     assert spec == ordered().spec
     assert "GQA ratio 7, 0 rounds" in reason
+    target = dispatch.Target(H200, (Arch.SM90A,))
+    assert dispatch.choose_for(BACKWARD, 7, 1024, target, rounds=0).reason == reason
     assert tables.FEW_TILES not in reason
     strict = tables.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=1, deterministic=True)
     assert next(strict)[0] == ordered().spec

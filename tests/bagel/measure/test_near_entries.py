@@ -95,6 +95,33 @@ def test_a_head_dim_without_entries_is_timed_with_those_of_others(filled: None) 
     assert len(near_entries.job_of(case, Direction.FORWARD, 2).specs) == 2
 
 
+def test_the_nearest_head_dims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the octaves of both together; those of another pass do not count, and none if the call's have entries."""
+    monkeypatch.setattr(tables, "PACKAGED", tmp_path)
+    monkeypatch.setenv(TABLES, str(tmp_path))
+    dims = [(64, 0), (24, 0), (56, 0), (40, 64), (32, 0)]
+    problems = [replace(PROBLEM, head_dim=head_dim, dim_v=dim_v) for head_dim, dim_v in dims]
+    backward = replace(PROBLEM, head_dim=40, direction=Direction.BACKWARD)
+    entries = [tables.Tuned(next(candidates(problem)), 2, 128, 1.0, 1.0) for problem in (*problems, backward)]
+    tables.save("device", entries, tmp_path)
+    found = near_entries.neighbours(replace(PROBLEM, head_dim=40), "device")
+    assert [(one.head_dim, one.dim_v) for one in found] == [(32, 0), (40, 64), (56, 0)]
+    assert near_entries.neighbours(replace(problems[0], mask=Mask.FULL), "device") == []
+
+
+def test_head_dims_of_another_family_are_no_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backwards of wide heads have other knobs."""
+    monkeypatch.setattr(tables, "PACKAGED", tmp_path)
+    monkeypatch.setenv(TABLES, str(tmp_path))
+    call = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 112, Mask.CAUSAL, 16)
+    narrow, wide = replace(call, head_dim=64), replace(call, head_dim=192)
+    entries = [tables.Tuned(next(candidates(problem)), 2, 128, 1.0, 1.0) for problem in (narrow, wide)]
+    tables.save("device", entries, tmp_path)
+    assert near_entries.neighbours(call, "device") == [narrow]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "wins"), [(3.0, 2.5, True), (3.0, 2.11, False), (1.0, 1.0, False)]
 )

@@ -106,6 +106,16 @@ def test_cxx_may_have_spaces_and_arguments(
     assert (command.program, command.flags) == (path, (*expected, *toolchain.CPU_FLAGS))
 
 
+def test_the_compiler_is_absolute_and_a_blank_cxx_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers run in the folder of what they compile, where a relative PATH leads elsewhere."""
+    path = program(tmp_path / "bin" / "g++")
+    monkeypatch.chdir(tmp_path)
+    for cxx in ("", " ", "g++"):
+        assert toolchain.host_compiler({"PATH": "bin", "CXX": cxx}) == (str(path),)
+
+
 # ---- Identity
 
 
@@ -116,6 +126,19 @@ def test_identity_follows_version_and_native_target(tmp_path: Path, monkeypatch:
         monkeypatch.setenv("CXX", str(stub.path))
         identities.add(toolchain.toolchain(Arch.CPU).identity)
     assert len(identities) == 3
+
+
+def test_the_identity_of_a_wrapped_compiler_is_the_compilers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of `ccache g++` that of g++: its arguments are in the questions, too."""
+    wrapper = program(tmp_path / "wrapper", 'exec "$@"')
+    for native in ("1", "2"):
+        stub = fakes.compiler(tmp_path, version="1.0", native=native)
+        monkeypatch.setenv("CXX", str(stub.path))
+        alone = toolchain.host_toolchain(os.environ).identity
+        monkeypatch.setenv("CXX", f"{wrapper} {stub.path}")
+        assert toolchain.host_toolchain(os.environ).identity == alone
 
 
 def test_the_real_compiler_has_an_identity_that_stays() -> None:

@@ -73,10 +73,11 @@ def test_torch_may_be_in_a_folder_with_a_space(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", extension)
     monkeypatch.setattr(torch.utils, "cpp_extension", extension, raising=False)
     monkeypatch.setattr(sys, "argv", ["-c", "/build", "g++", "1", "-O2"])
-    for name in ("PATH", "CXX"):
+    for name in ("PATH", "CXX", "TORCH_NO_COMPILER_WRAPPER"):
         monkeypatch.setenv(name, "/usr/bin")
     exec(compile(launcher.BUILD, "build", "exec"), {})  # noqa: S102
     assert links == ["'/my env/torch/lib'"]
+    assert (os.environ["CXX"], os.environ["TORCH_NO_COMPILER_WRAPPER"]) == ("g++", "1")
 
 
 def test_a_folder_of_any_name_and_a_compiler_with_arguments(
@@ -93,6 +94,14 @@ def test_a_folder_of_any_name_and_a_compiler_with_arguments(
     assert ctypes.CDLL(str(directory / launcher.LIBRARY)).answer() == 42
     assert "-DANSWER=42" in log.read_text()
     assert sorted(path.name for path in directory.iterdir()) == [launcher.LIBRARY, "launcher.cpp"]
+
+
+def test_a_compiler_with_arguments_is_one_word(tmp_path: Path) -> None:
+    """A script there: its arguments and those of a call stay apart. One without arguments is itself."""
+    word = launcher._one_word(("printf", "<%s>"), tmp_path)
+    done = subprocess.run([word, "a b", "$HOME"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout == "<a b><$HOME>"
+    assert launcher._one_word(("/my tools/g++",), tmp_path) == "/my tools/g++"
 
 
 def test_a_compiler_that_cannot_run_is_no_compile_error(
