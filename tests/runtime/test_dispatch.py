@@ -753,7 +753,7 @@ def test_rounds_that_matter_have_all_choices(direction: Direction, group: int, t
     """Of calls of any rounds: `attnforge warm` compiles for these alone."""
     if direction is Direction.BACKWARD:
         few, many = ordered(3), ordered()
-        many = replace(many, spec=replace(many.spec, tuning=replace(many.spec.tuning, stages=2)))  # type: ignore[arg-type]
+        many = replace(many, spec=replace(many.spec, tuning=replace(many.spec.tuning, stages=2)))  # type: ignore[call-arg]
     else:
         few, many = entries(PROBLEM, 2)
         few, many = replace(few, size=1024, rounds=3), replace(many, size=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import near_entries
 import pytest
@@ -15,8 +16,9 @@ from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.markdown import markdown_row
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime import tables
+from attnforge.runtime import dispatch, tables
 from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.timing import Timing
 from attnforge.runtime.search.verify import WrongResult
 
@@ -42,6 +44,29 @@ def test_each_kernel_once_and_the_nearest_first(filled: None) -> None:
     found = near_entries.near(case, Direction.FORWARD, 10)
     assert list(found.values())[:2] == [SECOND, FIRST]
     assert len(near_entries.near(case, Direction.FORWARD, 1)) == 1
+
+
+def test_choices_are_for_what_the_case_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its GQA ratio, rows, visible keys and rounds, for dispatch and for the nearest entries."""
+    asked: list[tuple[object, ...]] = []
+
+    def noting(problem: Problem, group: int, size: int, *_: object, **more: int) -> SimpleNamespace:
+        asked.append((problem.direction, group, size, more))
+        return SimpleNamespace(spec=FIRST)
+
+    monkeypatch.setattr(Case, "rounds", lambda self, direction: 3 + (direction is Direction.BACKWARD))
+    monkeypatch.setattr(tables, "choose", lambda *of, **more: iter([(noting(*of, **more).spec, "")]))
+    monkeypatch.setattr(dispatch, "choose", noting)
+    case = make_case("window:8/96", "6/2/32", DType.FLOAT32, CPU)
+    assert case.visible_keys > 0
+    for way in Direction:
+        near_entries.near(case, way, 2)
+        near_entries.choice_of(case, way)
+    expected = [
+        (way, 3, 96, {"visible_keys": case.visible_keys, "rounds": n})
+        for way, n in zip(Direction, (3, 4), strict=True)
+    ]
+    assert asked == [one for one in expected for _ in range(2)]
 
 
 class MadeUp:
@@ -181,10 +206,15 @@ def test_a_kernel_outside_of_the_space_becomes_no_entry(
     assert not (tmp_path / "out").exists()
 
 
-def test_parts_are_whole_head_dims() -> None:
+def test_parts_are_whole_head_dims(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["16/16/80 causal/8 causal/9 causal/10", "8/8/40 full/8", "8/8/80 full/8", "8/8/64 full/8 full/9"]
     pairs = [(line.split()[0], pack) for line in words for pack in line.split()[1:]]
     cases = [make_case(pack, heads, DType.FLOAT32, CPU) for heads, pack in pairs]
     shares = [near_entries.share(cases, part, 2) for part in range(2)]
     assert [{case.head_dim for case in share} for share in shares] == [{80}, {40, 64}]
     assert sum(map(len, shares)) == len(cases)
+    jobs = []
+    monkeypatch.setattr(near_entries, "job_of", lambda case, *_: jobs.append(case.head_dim))
+    calls = [word for line in words for word in ("--call", *line.split())]
+    near_entries.jobs_of(near_entries.arguments([*WORDS, *calls, "--part", "1/2"]))
+    assert set(jobs) == {40, 64}

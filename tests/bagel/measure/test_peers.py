@@ -310,6 +310,32 @@ class Operators:
             to.copy_(gradient)
 
 
+class RowsInPlace(Operators):
+    """Kernels read 16 bytes at a time: the elements of a row follow each other."""
+
+    def fwd(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        assert [x.stride(-1) for x in (q, k, v)] == [1, 1, 1]
+        return super().fwd(q, k, v, **options)
+
+    def bwd(self, dout: Tensor, *saved: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> None:
+        assert dout.stride(-1) == 1
+        super().bwd(dout, *saved, dq=dq, dk=dk, dv=dv, **options)
+
+
+def test_fa3_operators_get_windows_and_rows_in_place() -> None:
+    standin = RowsInPlace()
+    q, k, v, dout = (torch.randn(1, 4, 16, 9).transpose(1, 3).requires_grad_() for _ in range(4))
+    options = {"window_size": (7, 0), "pack_gqa": False}
+    out = fa3.Interface(standin).flash_attn_func(q, k, v, **options)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    torch.testing.assert_close(gradients, torch.autograd.grad(_causal(q, k, v), (q, k, v), dout))
+    common = {"is_causal": False, "window_size_left": 7, "window_size_right": 0}
+    assert standin.seen == [
+        {"num_splits": 1, "pack_gqa": False, **common},
+        {"deterministic": False, **common},
+    ]
+
+
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of (B, S, H, D)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
