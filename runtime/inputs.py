@@ -199,7 +199,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q: got {q.shape[1]} heads, expected a multiple of the {k.shape[1]} heads of k and v"
         )
     expect_rows(q.shape[2], k.shape[2])
-    if q.shape[0] * q.shape[1] > MAX_INDEX:
+    if _exceeds(q.shape[0] * q.shape[1], MAX_INDEX):
         raise ValueError(
             f"q: got batch * heads = {q.shape[0] * q.shape[1]}, at most {MAX_INDEX} are supported"
         )
@@ -208,8 +208,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 def expect_rows(seq_q: int, seq_k: int) -> None:
     """Raises ValueError naming q or k if it has more rows than the kernels' indices hold."""
     for name, length in (("q", seq_q), ("k", seq_k)):
-        if length > MAX_ROWS:
+        if _exceeds(length, MAX_ROWS):
             raise ValueError(f"{name}: got {length} rows, at most {MAX_ROWS} are supported")
+
+
+def _exceeds(size: int | torch.SymInt, most: int) -> bool:
+    """False for a symbolic size: the call itself checks, and a guard would be a bound that torch.export wants given."""
+    return isinstance(size, int) and size > most
 
 
 def _check_mask(q: Tensor, k: Tensor, mask: Tensor | None, kind: int, mask_mod: str) -> None:

@@ -91,9 +91,9 @@ class _Listed:
         other.data = _operators.mask_of_data(data)
         return other
 
-    def to(self, device: torch.device | str) -> Any:
-        """This mask on `device`; returns itself if it is there already."""
-        moved = self.data.to(device)
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Any:
+        """This mask on `device`, as Tensor.to; returns itself if it is there already."""
+        moved = self.data.to(device, non_blocking=non_blocking)
         return self if moved is self.data else self._replaced(moved)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -553,3 +553,7 @@ def _united(starts: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     starts, order = torch.where(torch.stack(opens, 2) & (starts < ends), starts, MAX_INDEX).sort(2)
     left = starts == MAX_INDEX
     return starts.masked_fill(left, 0), ends.gather(2, order).masked_fill(left, 0)
+
+
+# torch.load(weights_only=True), its default, makes only what is listed. Not FunctionMask, whose text becomes code.
+torch.serialization.add_safe_globals([Causal, Spans, DenseMask])

@@ -13,6 +13,7 @@ from torch import Tensor
 from attnforge.codegen.score import MAX_TENSORS, ScoreMod
 from attnforge.runtime import canary, dispatch, inputs, kernels
 from attnforge.runtime.build.settings import settings
+from attnforge.runtime.integrations import flop_counter
 from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.native.layout import like, output
 
@@ -180,6 +181,7 @@ def operators() -> None:
             transforms as transforms,  # it needs the operators at import
         )
 
+        flop_counter.register()
         if every := settings().canary:
             _kept.append(canary.install(every))
         _complete = True

@@ -186,3 +186,20 @@ torch.save(torch.export.load("layer.pt2").module()(torch.load("x.pt")), "out.pt"
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=tmp_path)
     assert torch.equal(torch.load(tmp_path / "out.pt"), Layer()(x))
+
+
+@pytest.mark.parametrize("axis", [0, 2])
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_sizes_need_no_bounds(axis: int, strict: bool) -> None:
+    """`Dim("n")` without max=: our limits of sizes are no guards."""
+
+    class Plain(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return attnforge.attention(x, x, x, attnforge.Causal())
+
+    shapes = {"x": {axis: torch.export.Dim("n")}}
+    exported = torch.export.export(
+        Plain(), (torch.randn(2, 2, 32, 16),), dynamic_shapes=shapes, strict=strict
+    )
+    x = torch.randn(5, 2, 32, 16) if axis == 0 else torch.randn(2, 2, 50, 16)
+    assert torch.equal(exported.module()(x), Plain()(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import operator
 import pickle
 from collections.abc import Callable
@@ -178,6 +179,25 @@ def test_a_mask_is_a_copy_and_travels(count: int) -> None:
     for other in (mask, copy.deepcopy(mask), loaded, mask.to("cpu")):
         assert torch.equal(other.visible(20, 40), expected)
         assert other.visible_keys_rounded == 4
+    assert mask.to("cpu", non_blocking=True) is mask
+
+
+def test_torch_loads_saved_masks() -> None:
+    """With weights_only=True, the default, which refuses what holds text of a kernel."""
+    starts, ends = random_bounds(2, 1, 2, 40)
+    pairs = union(starts, ends, 20)
+    saved = [attnforge.Spans(starts, ends), attnforge.DenseMask(pairs), attnforge.Causal()]
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    for mask, other in zip(saved, torch.load(file), strict=True):
+        assert type(mask) is type(other)
+        assert torch.equal(mask.visible(20, 40), other.visible(20, 40))
+    file = io.BytesIO()
+    torch.save(attnforge.masks.mask_mod(lambda b, h, i, j: i >= j, 8, 8, "cpu"), file)
+    file.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="FunctionMask"):
+        torch.load(file)
 
 
 def test_narrow() -> None:
