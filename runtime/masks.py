@@ -399,11 +399,11 @@ class FunctionMask(_Listed, _Whole):
         """Is it for calls of these sizes (batch, heads_q, seq_q, seq_k)?"""
         return all(mine in (None, size) for mine, size in zip(self.shape, sizes, strict=True))
 
-    def to(self, device: torch.device | str) -> FunctionMask:
-        """This mask on `device`; returns itself if it is there already."""
-        moved: FunctionMask = super().to(device)
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> FunctionMask:
+        """This mask on `device`, as Tensor.to; returns itself if it is there already."""
+        moved: FunctionMask = super().to(device, non_blocking)
         if moved is not self:
-            moved.tensors = tuple(x.to(device) for x in self.tensors)
+            moved.tensors = tuple(x.to(device, non_blocking=non_blocking) for x in self.tensors)
         return moved
 
     def visible_rows(self, rows: Tensor, batch: int | None = None, heads: int | None = None) -> Tensor:

@@ -55,6 +55,7 @@ ALLOWED = {
         "runtime.canary",
         "runtime.dispatch",
         "runtime.inputs",
+        "runtime.integrations.flop_counter",
         "runtime.integrations.transforms",
         "runtime.kernels",
     },

@@ -179,14 +179,23 @@ def test_a_mask_is_a_copy_and_travels(count: int) -> None:
     for other in (mask, copy.deepcopy(mask), loaded, mask.to("cpu")):
         assert torch.equal(other.visible(20, 40), expected)
         assert other.visible_keys_rounded == 4
-    assert mask.to("cpu", non_blocking=True) is mask
+
+
+def test_masks_move_as_tensors_do() -> None:
+    starts = torch.zeros(8, dtype=torch.int32)
+    captured = torch.arange(8)
+    function = attnforge.masks.mask_mod(lambda b, h, i, j: captured[i] >= j, 8, 8, "cpu")
+    for mask in (attnforge.Spans(starts, starts + 3), function):
+        assert mask.to("cpu", non_blocking=True) is mask
+        assert mask.to("meta", non_blocking=True).device.type == "meta"
+    assert function.to("meta", non_blocking=True).tensors[0].device.type == "meta"
 
 
 def test_torch_loads_saved_masks() -> None:
     """With weights_only=True, the default, which refuses what holds text of a kernel."""
     starts, ends = random_bounds(2, 1, 2, 40)
     pairs = union(starts, ends, 20)
-    saved = [attnforge.Spans(starts, ends), attnforge.DenseMask(pairs), attnforge.Causal()]
+    saved: list[Any] = [attnforge.Spans(starts, ends), attnforge.DenseMask(pairs), attnforge.Causal()]
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
