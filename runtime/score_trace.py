@@ -33,10 +33,22 @@ _NARROWED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64)  # w
 _fitting: Any = WeakIdKeyDictionary()  # the versions of int64 tensors whose values fit int32
 
 
-class _Indexing(TorchFunctionMode):
-    """`x[i]` with scalar tensors as an operator of the graph; torch would read their values.
+_DETACH = torch.ops.aten.detach
+_DETACHING = (Tensor.detach, torch.detach, _DETACH, _DETACH.default, Tensor.data.__get__)  # type: ignore[attr-defined]
+_DETACHING_IN_PLACE = (Tensor.detach_, torch.detach_, torch.ops.aten.detach_, torch.ops.aten.detach_.default)
 
-    Captured tensors of torch.func's transforms are replaced: the trace runs outside of the transforms.
+
+def _detached(x: Tensor) -> Tensor:
+    """x by an operator that says so in every torch's graph; from 2.14 on that of x.detach() has an alias of x."""
+    return torch.ops.aten.detach_copy.default(x) if x.is_floating_point() else x
+
+
+class _Tracing(TorchFunctionMode):
+    """What make_fx would not record as it is meant.
+
+    `x[i]` with scalar tensors is an operator of the graph; torch would read their values. What is detached, or computed
+    under torch.no_grad(), passes through detach_copy. Captured tensors of torch.func's transforms are replaced: the
+    trace runs outside of the transforms.
     """
 
     def __init__(self) -> None:
@@ -47,6 +59,14 @@ class _Indexing(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map_only(Tensor, self._plain, (args, kwargs or {}))
+        if func in _DETACHING:
+            return _detached(args[0])
+        if func in _DETACHING_IN_PLACE:
+            raise ScoreError("detach_ is not supported")
+        result = self._call(func, args, kwargs)
+        return result if torch.is_grad_enabled() else tree_map_only(Tensor, _detached, result)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is Tensor.__getitem__:
             at = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, Tensor) for i in at):
@@ -141,15 +161,15 @@ def _graph(function: Callable[..., Tensor], leaves: Sequence[str]) -> GraphModul
     """The function's graph, whose placeholders are `leaves`."""
 
     def trace() -> GraphModule:
-        indexing = _Indexing()
+        recording = _Tracing()
         # Inside torch.func's transforms new tensors are theirs, and make_fx records constants in their places.
         dividing = _Dividing()  # type: ignore[no-untyped-call]
-        with torch.no_grad(), temporarily_clear_interpreter_stack(), indexing, dividing:
+        with torch.enable_grad(), temporarily_clear_interpreter_stack(), recording, dividing:
             scalars = [
                 torch.zeros((), dtype=torch.float32 if leaf == "score" else torch.int32) for leaf in leaves
             ]
             graph = make_fx(function, tracing_mode="real")(*scalars)
-        indexing.restore(graph)
+        recording.restore(graph)
         return graph
 
     # Dynamo of torch 2.11 cannot break a graph inside a mode, and leaves the mode on. Not a decorator: disable imports
@@ -347,7 +367,8 @@ class _Translation:
     def same(self, node: Node) -> int | _Partial:
         """An operation that changes no value: of a captured tensor without all its indices, no shape either."""
         source: Node = node.args[0]  # type: ignore[assignment]
-        if node.target is torch.ops.aten.detach.default:
+        # Not aten.detach, which autograd records for what it saves.
+        if node.target is torch.ops.aten.detach_copy.default:
             self.expect_no_gradient(source)
         before, after = (x.meta["val"].shape for x in (source, node))
         if before != after and isinstance(self.values[source], _Partial):
@@ -359,15 +380,25 @@ class _Translation:
 
     def expect_no_gradient(self, source: Node) -> None:
         """ScoreError if a score detaches what may have a gradient: a formula is differentiated as a whole."""
-        found = self.values[source]
-        if isinstance(found, _Partial):
-            differs = self.tensors[found.tensor].requires_grad
-        else:
-            differs = self.program.kind(found) == "float"
-        if differs and "score" in self.leaves:
+        if "score" in self.leaves and self.has_gradient(self.values[source]):
             raise ScoreError(
-                "aten.detach.default is not supported; detach captured tensors outside of the function"
+                "detach and torch.no_grad are not supported for what may have a gradient; detach captured tensors "
+                "outside of the function"
             )
+
+    def has_gradient(self, x: int | _Partial) -> bool:
+        """Is x a function of the score, or of a captured tensor that requires a gradient?"""
+        if isinstance(x, _Partial):
+            return self.tensors[x.tensor].requires_grad
+        flows: list[bool] = []  # for each value of the program up to x
+        for node in self.program.nodes[: x + 1]:
+            if node.op == "leaf" or node.kind != "float":
+                flows.append(node.kind == "float")
+            elif node.op.startswith("load:"):
+                flows.append(self.tensors[int(node.op[5:])].requires_grad)
+            else:
+                flows.append(any(flows[i] for i in node.args))
+        return flows[x]
 
     def filled(self, node: Node, value: float) -> int:
         """A scalar."""
@@ -399,7 +430,10 @@ class _Translation:
 
 
 # Operations that change nothing here.
-_SAME = ("detach", "alias", "clone", "lift_fresh_copy", "lift_fresh", "view", "_unsafe_view", "squeeze")
+_SAME = (
+    *("detach", "detach_copy", "alias", "clone", "lift_fresh_copy", "lift_fresh"),
+    *("view", "_unsafe_view", "squeeze"),
+)
 
 
 # Scalars of one value: and_masks and or_masks of FlexAttention begin with them.

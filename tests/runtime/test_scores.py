@@ -156,7 +156,10 @@ REFUSED = {
     "at most 4": lambda s, b, h, q, k: s + sum(x[h] for x in FIVE),
     "of float32": lambda s, b, h, q, k: s % 2,
     "one tensor": lambda s, b, h, q, k: (s, s),
-    "aten.detach": lambda s, b, h, q, k: s * s.detach(),
+    "detach": lambda s, b, h, q, k: s * s.detach(),
+    "detach and": lambda s, b, h, q, k: s * s.data,
+    "detach_": lambda s, b, h, q, k: s * s.clone().detach_(),
+    "no_grad": torch.no_grad()(lambda s, b, h, q, k: s * 2.0),
     "read from a captured tensor": lambda s, b, h, q, k: torch.lgamma(s),
     r"arguments \(score, b, h, q_idx, kv_idx\)": lambda s: s,
     "use torch.where, &": lambda s, b, h, q, k: s if q > k else 2 * s,
@@ -173,6 +176,19 @@ def test_what_cannot_be_translated_is_named(message: str) -> None:
         function = REFUSED[message]
     with pytest.raises(ScoreError, match=message):
         scores.score_mod(function)  # type: ignore[arg-type]  # one of them takes too few arguments
+
+
+def test_what_has_no_gradient_may_be_detached() -> None:
+    plain = torch.ones(3)
+
+    def function(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        with torch.no_grad():
+            bias = plain.detach()[h] * (q - k).data
+        return s + bias + LEAF[h]
+
+    found = scores.score_mod(function)
+    assert found.text == "function(t0: float32[1], t1: float32[1]): score + t0[h] * (q_idx - kv_idx) + t1[h]"
+    assert [x.requires_grad for x in found.captured] == [False, True]
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, math.nan, math.inf, 1e-40, 1e300])
