@@ -101,15 +101,13 @@ CURVED = "softcap: 30.0 * tanh(score / 30.0)"  # its derivative is not 1
 PAIRS = "pairs(t0: int32[2]): t0[q_idx, kv_idx] != 0"
 
 
-def hopper(
-    head_dim: int, mask: Mask, *knobs: int, score: str = "", mask_mod: str = "", **more: Any
-) -> Source:
+def hopper(head_dim: int, mask: Mask, *knobs: int, score: str = "", mask_mod: str = "", **more: Any) -> Spec:
     stages, stages_dout, lag, in_regs, split, deterministic = knobs
     flags = (bool(split), bool(deterministic))
     tuning = Sm90Backward(64, 128, stages, stages_dout, bool(lag), in_regs, *flags)
     tuning = replace(tuning, **more)
     problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, score=ScoreMod(score))
-    return render(Spec(replace(problem, mask_mod=MaskMod(mask_mod)), tuning))
+    return Spec(replace(problem, mask_mod=MaskMod(mask_mod)), tuning)
 
 
 def translate(source: Source, breaks: dict[str, Break]) -> str:
@@ -210,7 +208,8 @@ def table(*rows: Sequence[int], width: int = 0) -> ctypes.Array[ctypes.c_int]:
 class Simulated:
     """A kernel, compiled for the CPU, with breaks of its protocol that can be switched on."""
 
-    def __init__(self, source: Source, directory: Path, breaks: dict[str, Break]) -> None:
+    def __init__(self, spec: Spec, directory: Path, breaks: dict[str, Break]) -> None:
+        source = render(spec)
         self.plan = source.plan
         self.sizes = WALKS if source.plan.tile_counter else SIZES
         path = directory / "kernel.cpp"
@@ -271,7 +270,7 @@ class Simulated:
 
 
 @pytest.mark.parametrize(
-    "source",
+    "spec",
     [
         hopper(64, Mask.CAUSAL, 2, 3, 1, 2, 0, 0),
         hopper(72, Mask.FULL, 4, 3, 1, 1, 0, 0),
@@ -320,14 +319,14 @@ class Simulated:
         hopper(64, Mask.SPANS, 4, 3, 1, 2, 0, 1, launch_order=4, heads_together=2),
         hopper(128, Mask.SPANS, 2, 2, 0, 0, 1, 1, launch_order=4, heads_together=3),
     ],
-    ids=lambda source: source.spec.slug,
+    ids=lambda spec: spec.slug,
 )
-def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Path) -> None:
-    Simulated(source, tmp_path, {}).require_sound()
+def test_nothing_hangs_and_every_sum_gets_its_parts(spec: Spec, tmp_path: Path) -> None:
+    Simulated(spec, tmp_path, {}).require_sound()
 
 
 @pytest.mark.parametrize(
-    ("source", "breaks"),
+    ("spec", "breaks"),
     [
         (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 0), BREAKS | LAGGING),
         (hopper(64, Mask.SPANS, 4, 4, 1, 2, 1, 1), BREAKS | LAGGING | ORDERED),
@@ -357,8 +356,8 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(source: Source, tmp_path: Pa
         "heads apart",
     ],
 )
-def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
-    kernel = Simulated(source, tmp_path, breaks)
+def test_a_broken_protocol_is_found(spec: Spec, breaks: dict[str, Break], tmp_path: Path) -> None:
+    kernel = Simulated(spec, tmp_path, breaks)
     kernel.require_sound()
     for n, (name, (_, said)) in enumerate(breaks.items(), 1):
         runs = (kernel.run(sizes, seed, n) for seed in range(4 * SEEDS) for sizes in kernel.sizes)
