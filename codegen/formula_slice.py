@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from attnforge.codegen.score import Formula, Program
+from attnforge.codegen.formula import Formula
+from attnforge.codegen.formula_program import Program
 
 Leaf = Literal["q_idx", "h"]
 # Where the tensor of offsets, the last one of a slice's function, holds the first row, the first head, and the number

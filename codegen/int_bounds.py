@@ -31,7 +31,7 @@ HELPERS = {
 
 
 class Value(Protocol):
-    """A Node of codegen/score.py."""
+    """A Node of codegen/formula_program.py."""
 
     @property
     def op(self) -> str: ...

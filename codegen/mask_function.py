@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
+from attnforge.codegen.formula import Formula
+from attnforge.codegen.formula_code import WIDTH, Code, Printer, wrapped
+from attnforge.codegen.formula_program import Kind, Node, Program
 from attnforge.codegen.int_bounds import HELPERS
-from attnforge.codegen.score import WIDTH, Code, Formula, Kind, Node, Printer, Program, wrapped
 
 SHORT = 12  # values of a function whose evaluation is unrolled
 PRODUCT = "rounded_product"  # of floats, which no sum takes up unrounded: that would move an equality

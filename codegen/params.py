@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attnforge.codegen.score import MAX_TENSORS
+from attnforge.codegen.formula import MAX_TENSORS
 
 # Bumped whenever the table below or the launch protocol changes meaning: part of the cache key.
 ABI = 6

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 from attnforge.codegen.families import family_of, make_tuning
+from attnforge.codegen.formula import Formula
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.score import Formula
 from attnforge.codegen.spec import PROBLEM_FIELDS, Problem, ProblemField, Spec
 
 FUNCTIONS = tuple(f for f in PROBLEM_FIELDS if issubclass(f.type, Formula))  # the last fields of a slug

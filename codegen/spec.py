@@ -15,8 +15,9 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar, Literal, get_type_hints
 
+from attnforge.codegen.formula import MAX_TENSORS, Formula
 from attnforge.codegen.mask_function import MaskMod
-from attnforge.codegen.score import MAX_TENSORS, Formula, ScoreMod
+from attnforge.codegen.score import ScoreMod
 
 MAX_INTERVALS = 4  # of the queries that see a key of spans
 
@@ -162,7 +163,7 @@ class Problem:
     mask_mod: MaskMod = field(
         default=MaskMod(),
         metadata=about(
-            "Function of a dense mask's pairs as text, see codegen/score.py; empty: a bool tensor",
+            "Function of a dense mask's pairs as text, see codegen/formula.py; empty: a bool tensor",
             match="near",
         ),
     )

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from attnforge.codegen.formula import MAX_TENSORS
 from attnforge.codegen.mask_function import MaskMod
-from attnforge.codegen.score import MAX_TENSORS, ScoreMod
+from attnforge.codegen.score import ScoreMod
 from attnforge.runtime import dispatch, kernels, sampled
 from attnforge.runtime.build.settings import CANARY
 from attnforge.runtime.inputs import MASKS

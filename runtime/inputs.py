@@ -15,8 +15,9 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from attnforge.codegen.formula import Formula
 from attnforge.codegen.mask_function import MaskMod
-from attnforge.codegen.score import Formula, ScoreMod
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import MAX_INTERVALS, Mask
 
 MASKS = tuple(Mask)  # numbered in this order in operator schemas, as by `enum MaskKind` of codegen/variant.py

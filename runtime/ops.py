@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from attnforge.codegen.score import MAX_TENSORS
+from attnforge.codegen.formula import MAX_TENSORS
 from attnforge.runtime.inputs import (
     MASKS,
     check_score,

@@ -1,4 +1,4 @@
-"""From a Python function of a pair to its text (codegen/score.py) and back to tensors.
+"""From a Python function of a pair to its text (codegen/formula.py) and back to tensors.
 
 make_fx traces a function of a score or of a mask, and its graph is translated; `evaluate` computes a text with torch.
 """
@@ -21,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from attnforge.codegen.formula import MAX_TENSORS, Formula
+from attnforge.codegen.formula_program import Program, ScoreError
 from attnforge.codegen.mask_function import MaskMod
-from attnforge.codegen.score import MAX_TENSORS, Formula, Program, ScoreError, ScoreMod
+from attnforge.codegen.score import ScoreMod
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -23,7 +23,7 @@ __all__ = ["Score", "alibi", "bias", "relative_bias", "score_mod", "softcap"]
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """A function of a score as text (codegen/score.py), and the tensors that it captured, on the device of q.
+    """A function of a score as text (codegen/formula.py), and the tensors that it captured, on the device of q.
 
     Kernels are compiled once for each text; the tensors are read at every call. Make one at start and pass it to
     every layer that uses it. Tensors that require grad get gradients. With `deterministic=True` the backward sums these

@@ -10,7 +10,7 @@ from rich.syntax import Syntax
 
 from attnforge.bagel.commands.console import console, echo, make_table
 from attnforge.bagel.commands.options import SCORE_HELP, score_option
-from attnforge.codegen.score import Formula
+from attnforge.codegen.formula import Formula
 from attnforge.codegen.spec import Spec
 
 # What can be shown, with its highlighting.

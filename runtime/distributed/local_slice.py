@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnforge.codegen.formula import MAX_TENSORS, Formula
 from attnforge.codegen.formula_slice import FormulaSlice, Leaf, slice_formula
 from attnforge.codegen.mask_function import MaskMod
-from attnforge.codegen.score import MAX_TENSORS, Formula, ScoreMod
+from attnforge.codegen.score import ScoreMod
 from attnforge.runtime.inputs import axes_read
 from attnforge.runtime.masks import DenseMask, FunctionMask, Spans
 from attnforge.runtime.scores import Score

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
+from attnforge.codegen.formula_program import ScoreError
 from attnforge.codegen.mask_function import MaskMod
-from attnforge.codegen.score import ScoreError
 from attnforge.codegen.spec import MAX_INTERVALS
 from attnforge.runtime.inputs import expect_layout
 from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans

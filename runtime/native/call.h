@@ -34,7 +34,7 @@ inline bool wants_gradient(std::string_view text, size_t i) {
     return end != std::string_view::npos && text.substr(end, 5) == " grad";
 }
 
-// Functions of a score and of a dense mask: their texts (codegen/score.py), empty for none, and the tensors of the
+// Functions of a score and of a dense mask: their texts (codegen/formula.py), empty for none, and the tensors of the
 // score, then those of the mask.
 struct Score {
     std::string_view text = {};

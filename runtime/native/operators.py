@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnforge.codegen.score import MAX_TENSORS, ScoreMod
+from attnforge.codegen.formula import MAX_TENSORS
+from attnforge.codegen.score import ScoreMod
 from attnforge.runtime import canary, dispatch, inputs, kernels
 from attnforge.runtime.build.settings import settings
 from attnforge.runtime.integrations import flop_counter

@@ -14,19 +14,13 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.families import spec_from_json
+from attnforge.codegen.formula_code import Code
+from attnforge.codegen.formula_program import Program, ScoreError
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.render import render
-from attnforge.codegen.score import (
-    NEAR,
-    NEAREST,
-    Code,
-    Program,
-    ScoreError,
-    ScoreMod,
-    Series,
-    _near,
-    _tiled,
-)
+from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.score_tanh import NEAR, NEAREST, Series, with_polynomials
+from attnforge.codegen.score_tiles import tiled_program
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 
@@ -329,10 +323,10 @@ def test_up_to_which_score_tanh_is_a_polynomial(formula: str, near: float | None
     if near is None:
         return
     score = torch.linspace(-near, near, 101, dtype=torch.float64)
-    for program, result in (_near(*mod.parsed, True), _near(*mod.parsed, False)):
+    for program, result in (with_polynomials(*mod.parsed, True), with_polynomials(*mod.parsed, False)):
         exact = value(*mod.parsed, score)
         assert (value(program, result, score) - exact).abs().max() < 7e-6 * near
-    slope = value(*_near(*mod.gradient, False), score)
+    slope = value(*with_polynomials(*mod.gradient, False), score)
     torch.testing.assert_close(slope, value(*mod.gradient, score), rtol=0, atol=2e-5)
 
 
@@ -341,7 +335,7 @@ def test_the_form_for_tiles_is_the_same_function(formula: str) -> None:
     mod = ScoreMod(f"a: {formula}")
     score = torch.linspace(-2.1, 2.3, 23, dtype=torch.float64)
     for program, result in (mod.parsed, mod.gradient):
-        found = value(*_tiled(program, result), score).double()
+        found = value(*tiled_program(program, result), score).double()
         torch.testing.assert_close(found, value(program, result, score).double())
 
 
@@ -372,7 +366,7 @@ def test_factors_that_the_softmax_takes(formula: str, unit: float) -> None:
     mod = ScoreMod(f"a: {formula}")
     score = torch.linspace(-2.1, 2.3, 23, dtype=torch.float64)
     assert mod.unit == unit
-    rest = value(*_tiled(mod.parsed[0], mod._in_units), score)
+    rest = value(*tiled_program(mod.parsed[0], mod._in_units), score)
     torch.testing.assert_close(unit * rest, value(*mod.parsed, score))
 
 

@@ -18,8 +18,8 @@ from torch.testing import assert_close
 
 import attnforge
 from attnforge import masks, scores
+from attnforge.codegen.formula_program import ScoreError
 from attnforge.codegen.mask_function import MaskMod
-from attnforge.codegen.score import ScoreError
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime.masks import FunctionMask
 from attnforge.runtime.score_trace import MaskFunction

@@ -17,7 +17,8 @@ from torch.testing import assert_close
 
 import attnforge
 from attnforge import scores
-from attnforge.codegen.score import ScoreError, ScoreMod
+from attnforge.codegen.formula_program import ScoreError
+from attnforge.codegen.score import ScoreMod
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.scores import Score
 
