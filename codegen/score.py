@@ -5,8 +5,8 @@
     bias(t0: float32[2] grad): score + t0[q_idx, kv_idx]
 
 `score` is the scaled product of a query and a key in float32. The function in C++ is `ScoreMod(text).code()`, its
-derivative by the score (score_derivative.py) `gradient_code()`, and `reads` (score_reads.py) has the elements of tensors
-marked `grad`. The other properties let kernels compute less:
+derivative by the score `gradient_code()` (score_derivative.py). `reads` has the elements of tensors marked `grad`
+(score_reads.py). The other properties let kernels compute less:
 
 - score_lines.py finds formulas that add lines, as ALiBi's, to the score,
 - score_tanh.py has polynomials in the place of tanh for small scores,
@@ -115,8 +115,8 @@ class ScoreMod(Formula):
     def slope_is_one(self) -> bool:
         """Is the derivative 1 everywhere, as that of every bias? Then the function only adds to a score.
 
-        Not where a step of the score has a part, as in score + floor(score), whose derivative is 1, too: the sm90a
-        backward takes f(S) - lse for f(S - lse).
+        False for a formula with a step of the score, such as score + floor(score), although its derivative is 1, too:
+        the sm90a backward takes f(S) - lse for f(S - lse).
         """
         program, result = self.gradient
         steps = any(node.kind != "float" or node.op in ("floor", "ceil") for node in self.moved)
@@ -186,7 +186,7 @@ class ScoreMod(Formula):
     def steps(self) -> tuple[Code, ...]:
         """Indices of captured tensors, such as a clamped kv_idx - q_idx, of which most tiles have one value only.
 
-        Each is a function of kv_idx - q_idx that nowhere turns: it has one value in a tile if it is the same at the
+        Each is a monotonic function of kv_idx - q_idx: it has one value in a tile if it is the same at the
         least and the greatest difference. Empty unless the formula reads q_idx and kv_idx in these indices only.
         """
         program, result = self.parsed

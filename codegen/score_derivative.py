@@ -78,6 +78,7 @@ def _times(p: Program, x: int, y: int) -> int:
 
 
 def _near_one(x: float) -> float:
+    """1 for what rounding left beside it."""
     return 1.0 if abs(x - 1.0) < 1e-12 else x
 
 

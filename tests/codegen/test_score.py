@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.families import spec_from_json
-from attnforge.codegen.formula_code import Code
-from attnforge.codegen.formula_program import Program, ScoreError
+from attnforge.codegen.formula_code import Code, code_of
+from attnforge.codegen.formula_program import ARITY, Program, ScoreError
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
@@ -112,6 +112,16 @@ def test_steps_of_the_score_are_not_added_to_it(formula: str) -> None:
     assert not mod.slope_is_one
     problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 64, Mask.FULL, score=mod)
     assert "score_mod_grad" in render(next(candidates(problem))).text
+
+
+@pytest.mark.parametrize("name", ARITY)
+def test_every_function_has_a_text_in_cpp(name: str) -> None:
+    program = Program()
+    score = program.leaf("score")
+    args = [score] * ARITY[name]
+    if name == "where":
+        args[0] = program.binary("<", score, program.const(0.0))
+    assert "score" in code_of(program, program.call(name, *args)).names
 
 
 def test_constant_factors_of_derivatives_merge() -> None:
