@@ -126,7 +126,7 @@ def step_indices(p: Program, result: int) -> tuple[Program, tuple[int, ...]]:
 
 
 def direction(p: Program, x: int) -> int | None:
-    """As kv_idx - q_idx grows, an integer never falls (1), never grows (-1), is constant (0), or none of these (None)."""
+    """As kv_idx - q_idx grows, does an integer never fall (1), never grow (-1), stay (0), or none of these (None)?"""
     node = p.nodes[x]
     if node.op in ("minimum", "maximum"):
         found = [direction(p, a) for a in node.args]
