@@ -37,7 +37,7 @@ from attnforge.codegen.families import family_of
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Direction, DType, Problem, Spec
-from attnforge.runtime import dispatch, kernels, tables
+from attnforge.runtime import choosing, dispatch, fitting, kernels, tables
 from attnforge.runtime.search.case import Case, Inputs
 from attnforge.runtime.search.journal import environment
 from attnforge.runtime.search.timing import Effort, Timing, measure_interleaved, rotate
@@ -112,12 +112,12 @@ class Measured:
 def near(case: Case, direction: Direction, count: int) -> dict[str, Spec]:
     """The kernels of the nearest entries that differ, at most `count`, in dispatch's order."""
     problem = case.problem(direction, kernels.target(case.device))
-    return {spec.slug: spec for spec in tables.different(_choices(problem, case), count)}
+    return {spec.slug: spec for spec in choosing.different(_choices(problem, case), count)}
 
 
 def _choices(problem: Problem, case: Case) -> Iterator[tuple[Spec, str]]:
     """Dispatch's, by the tables, for a problem like the case's."""
-    return tables.choose(
+    return choosing.choose(
         problem,
         case.heads_q // case.heads_kv,
         case.seq_q,
@@ -146,13 +146,13 @@ def of_other_head_dims(case: Case, direction: Direction, count: int) -> dict[str
     def translated(there: Problem) -> Iterator[Spec]:
         for spec, _ in _choices(there, case):
             try:
-                yield tables.planned(Spec(problem, spec.tuning))
+                yield fitting.planned(Spec(problem, spec.tuning))
             except Infeasible:
                 continue
 
     each = [translated(there) for there in neighbours(problem, tables.device_name(case.device))]
     in_turn = ((spec, "") for spec in chain.from_iterable(zip_longest(*each)) if spec)
-    return {spec.slug: spec for spec in tables.different(in_turn, count)}
+    return {spec.slug: spec for spec in choosing.different(in_turn, count)}
 
 
 def neighbours(problem: Problem, name: str) -> list[Problem]:

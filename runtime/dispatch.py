@@ -27,10 +27,11 @@ from attnforge.codegen.space import (
     why_infeasible,
 )
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
-from attnforge.runtime import kernels, tables
+from attnforge.runtime import choosing, fitting, kernels, tables
+from attnforge.runtime.choosing import Choice
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.native.launcher import launcher
-from attnforge.runtime.tables import Choice
+from attnforge.runtime.rounds import MANY
 
 log = logging.getLogger("attnforge")
 
@@ -61,7 +62,7 @@ def choose(
     deterministic: bool = False,
     visible_keys: int = 0,
     split_keys: bool = False,
-    rounds: int = tables.MANY,
+    rounds: int = MANY,
 ) -> Choice:
     """As `choose_for`, for a device of this machine."""
     return choose_for(
@@ -77,13 +78,13 @@ def choose_for(
     deterministic: bool = False,
     visible_keys: int = 0,
     split_keys: bool = False,
-    rounds: int = tables.MANY,
+    rounds: int = MANY,
 ) -> Choice:
     """The spec for `problem` on `target` with GQA ratio `group` and `size` query rows.
 
     `deterministic`: of a backward that sums in a fixed order: an entry that was searched for such calls if one is near
-    (`tables.choose`), else the variant of another one that does (`_deterministic`).
-    `visible_keys`, `rounds`: as `tables.choose` takes them. `split_keys`: prefer a kernel whose blocks
+    (`choosing.choose`), else the variant of another one that does (`_deterministic`).
+    `visible_keys`, `rounds`: as `choosing.choose` takes them. `split_keys`: prefer a kernel whose blocks
     share the keys of a query, if there is one for the problem; there are too few queries otherwise.
     Raises Infeasible with the reason if there is no kernel, ValueError for a dtype without kernels on the device.
     """
@@ -135,7 +136,7 @@ def _offers(
     """What the entries of tables offer, then what the search space does, architecture by architecture."""
     for arch in _by_speed(problem, group, size, target, visible_keys, deterministic):
         there = dataclasses.replace(problem, arch=arch)
-        for choice in tables.choices(
+        for choice in choosing.choices(
             there,
             group,
             size,
@@ -149,7 +150,7 @@ def _offers(
             else:
                 yield choice
         count = 0
-        for spec in candidates(there, partial(tables.fits_order, there, deterministic)):
+        for spec in candidates(there, partial(fitting.fits_order, there, deterministic)):
             count += 1
             reason = f"first feasible of the search space, as no tuned entry fits {_in_words(there)}"
             yield Choice(spec, reason)
@@ -176,7 +177,7 @@ def _by_speed(
         speeds: list[tuple[float, Arch]] = []
         for arch in target.archs:
             there = dataclasses.replace(problem, arch=arch)
-            of = partial(tables.measured, there, group, size, target.name)
+            of = partial(choosing.measured, there, group, size, target.name)
             if not (speed := of(visible_keys=visible_keys, deterministic=strict)):
                 break
             speeds.append((-speed, arch))
@@ -206,10 +207,10 @@ def _deterministic(spec: Spec, group: int) -> Spec | None:
 
 
 def _with(spec: Spec, changes: dict[str, int]) -> Spec:
-    """The same with these values of the knobs that its family has, as `tables.planned` makes it feasible."""
+    """The same with these values of the knobs that its family has, as `fitting.planned` makes it feasible."""
     knobs = spec.tuning.to_json()
     knobs |= {name: value for name, value in changes.items() if name in knobs}
-    return tables.planned(Spec(spec.problem, make_tuning(spec.problem, knobs)))
+    return fitting.planned(Spec(spec.problem, make_tuning(spec.problem, knobs)))
 
 
 def _differing(tuning: Tuning, knobs: dict[str, int]) -> int:
@@ -243,7 +244,7 @@ def resolve(
     score: str = "",
     mask_mod: str = "",
     split_keys: bool = False,
-    rounds: int = tables.MANY,
+    rounds: int = MANY,
 ) -> int:
     """Called by launcher.cpp for a new problem class: the handle of the chosen variant, compiled and loaded."""
     direction = Direction.BACKWARD if backward else Direction.FORWARD

@@ -10,9 +10,11 @@ from attnforge.codegen.families import make_plan
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Problem, Spec
-from attnforge.runtime import tables
+from attnforge.runtime import choosing, fitting
+from attnforge.runtime.choosing import DISTANCES, Choice, Offer
 from attnforge.runtime.dispatch import Target, choose_for
-from attnforge.runtime.tables import DISTANCES, Choice, Offer, Tuned
+from attnforge.runtime.rounds import MANY
+from attnforge.runtime.tables import Tuned
 
 RANKS = ("of this device", "measured on another device", "modelled, not measured")
 
@@ -42,13 +44,13 @@ def explain(
     target: Target,
     deterministic: bool = False,
     visible_keys: int = 0,
-    rounds: int = tables.MANY,
+    rounds: int = MANY,
 ) -> Explanation:
     """The choice for a call and the reasons; arguments and errors as `dispatch.choose_for`."""
     choice = choose_for(problem, group, size, target, deterministic, visible_keys, rounds=rounds)
     chosen = choice.spec.problem
     found = list(
-        tables.offers(
+        choosing.offers(
             chosen,
             group,
             size,
@@ -72,7 +74,7 @@ def explain(
 def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic: bool) -> str:
     """The first thing that puts an entry behind the one that was taken, or why it cannot be taken at all."""
     try:
-        plan = make_plan(tables.replanned(problem, offer.entry, deterministic))
+        plan = make_plan(fitting.replanned(problem, offer.entry, deterministic))
     except Infeasible as reason:
         return f"infeasible here: {reason}"
     if deterministic and not plan.deterministic and taken is None:
@@ -138,7 +140,7 @@ def _other_archs(
 
     def speed(arch: Arch, strict: bool) -> float | None:
         there = dataclasses.replace(problem, arch=arch)
-        return tables.measured(
+        return choosing.measured(
             there, group, size, target.name, visible_keys=visible_keys, deterministic=strict
         )
 

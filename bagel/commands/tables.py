@@ -166,7 +166,7 @@ def _line(entry: Tuned) -> str:
 
 
 def _rounds(entry: Tuned) -> str:
-    from attnforge.runtime.tables import MANY
+    from attnforge.runtime.rounds import MANY
 
     return f", {entry.rounds} rounds" if entry.rounds < MANY else ""
 

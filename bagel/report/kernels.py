@@ -10,7 +10,7 @@ from attnforge.codegen.cost_model import multiprocessors
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Spec
-from attnforge.runtime import tables
+from attnforge.runtime import choosing, tables
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.journal import source_key
 
@@ -49,7 +49,7 @@ def compare(run: Run, winner: Variant, case: Case | None) -> Comparison:
 
 def _of_package(spec: Spec, case: Case, device: str) -> Spec | None:
     group = case.heads_q // case.heads_kv
-    offers = tables.choose(
+    offers = choosing.choose(
         spec.problem,
         group,
         case.seq_q,

@@ -17,11 +17,12 @@ from attnforge.codegen.prologue import PrologueProblem
 from attnforge.codegen.prologue import render as render_prologue
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime import kernels, tables
+from attnforge.runtime import choosing, kernels, tables
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.prologue_kernels import choose
+from attnforge.runtime.rounds import MANY, rounds_of
 
 SIZES = tuple(1 << octave for octave in range(8, 18))  # rows of packs; dispatch distinguishes powers of two
 # Visible keys per query, likewise; 0: unknown, negative: a few keys are seen by far more queries than the others.
@@ -125,21 +126,21 @@ def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
 
 
 def _rounds(problem: Problem, group: int, model: Model, size: int, target: Target) -> tuple[int, ...]:
-    """`tables.rounds_of` calls of `size` to 2 * size - 1 rows and any part of the heads.
+    """`rounds_of` calls of `size` to 2 * size - 1 rows and any part of the heads.
 
     Of masks that list intervals or pairs, those of one pack, and MANY; of others, of any batch. Of these, values for
-    which `tables.choose` may make different choices.
+    which `choosing.choose` may make different choices.
     """
-    matter = tables.rounds_that_matter(problem, group, target.name)
+    matter = choosing.rounds_that_matter(problem, group, target.name)
     count = multiprocessors(target.name)
     if not count:
         return matter
     heads = model.heads_q if problem.direction is Direction.FORWARD else model.heads_kv
-    fewest = tables.rounds_of(1, 1, size, count)
-    one = tables.rounds_of(1, heads, 2 * size - 1, count)
-    most = one if problem.mask.listed else tables.MANY
+    fewest = rounds_of(1, 1, size, count)
+    one = rounds_of(1, heads, 2 * size - 1, count)
+    most = one if problem.mask.listed else MANY
     between = (rounds for rounds in matter if fewest <= rounds <= most)
-    return tuple(sorted({fewest, most, *between, tables.MANY}))
+    return tuple(sorted({fewest, most, *between, MANY}))
 
 
 def compile_mask_kernels(targets: Sequence[Target]) -> int:

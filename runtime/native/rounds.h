@@ -1,4 +1,4 @@
-// How well the work of a call fills a GPU. The same rule as `rounds_of` in runtime/tables.py.
+// How well the work of a call fills a GPU. The same rule as `rounds_of` in runtime/rounds.py.
 #pragma once
 
 #include <algorithm>

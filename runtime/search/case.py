@@ -15,8 +15,8 @@ from attnforge.runtime.inputs import check_forward, check_score
 from attnforge.runtime.kernels import TORCH_DTYPES
 from attnforge.runtime.masks import AnyMask, Causal, FunctionMask, Spans
 from attnforge.runtime.ops import unpack_mask
+from attnforge.runtime.rounds import rounds_of
 from attnforge.runtime.scores import Score
-from attnforge.runtime.tables import rounds_of
 
 DETERMINISTIC = " deterministic"  # ends the names of cases of `as_deterministic`
 

@@ -18,7 +18,7 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import RenderError, Source, render
 from attnforge.codegen.space import candidates, deterministic_candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, Spec
-from attnforge.runtime import tables
+from attnforge.runtime import choosing, fitting
 from attnforge.runtime.build.cache import Entry, obtain
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.dispatch import Target, check_dtype, choose_for
@@ -427,13 +427,13 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
         target = Target(device_name, (problem.arch,))
         first = [choose_for(problem, group, case.seq_q, target, True, seen, rounds=rounds).spec]
     else:
-        choices = tables.choose(problem, group, case.seq_q, device_name, visible_keys=seen, rounds=rounds)
-        first = tables.different(choices, NEAR) or specs[:1]
+        choices = choosing.choose(problem, group, case.seq_q, device_name, visible_keys=seen, rounds=rounds)
+        first = choosing.different(choices, NEAR) or specs[:1]
     knobs = first[0].to_json()["tuning"]
     if "split_heads" in knobs:
         knobs |= {"split_heads": 1 - knobs["split_heads"]}
         with contextlib.suppress(Infeasible):
-            twin = tables.planned(Spec(first[0].problem, make_tuning(first[0].problem, knobs)))
+            twin = fitting.planned(Spec(first[0].problem, make_tuning(first[0].problem, knobs)))
             first.insert(1, twin)
     first = list(dict.fromkeys(first))
     return first + [spec for spec in specs if spec not in first]

@@ -18,7 +18,7 @@ from attnforge.codegen.modules import mask_kernels
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime import tables
+from attnforge.runtime import choosing, tables
 from attnforge.runtime.build import toolchain
 
 pytestmark = [pytest.mark.nvcc, pytest.mark.usefixtures("nvcc")]
@@ -97,7 +97,7 @@ def test_kernels_found_for_other_head_dims_compile_cleanly(
     specs = []
     for direction, dim in product(Direction, head_dims):
         problem = Problem(direction, Arch.SM90A, DType.BFLOAT16, dim, mask)
-        specs.append(next(tables.choose(problem, 1, 4096, "NVIDIA H100 80GB HBM3", [tables.PACKAGED]))[0])
+        specs.append(next(choosing.choose(problem, 1, 4096, "NVIDIA H100 80GB HBM3", [tables.PACKAGED]))[0])
     check_hopper(specs, tmp_path)
 
 

@@ -18,7 +18,7 @@ import attnforge
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime import dispatch, kernels, tables
+from attnforge.runtime import choosing, dispatch, kernels, tables
 from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.tables import Tuned
 
@@ -35,7 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     choose = dispatch.choose
     signature = inspect.signature(choose)
 
-    def recording(problem: Problem, *rest: Any) -> tables.Choice:
+    def recording(problem: Problem, *rest: Any) -> choosing.Choice:
         questions.append((problem.direction, signature.bind(problem, *rest).arguments["visible_keys"]))
         return choose(problem, *rest)
 

@@ -16,7 +16,7 @@ from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.markdown import markdown_row
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime import dispatch, tables
+from attnforge.runtime import choosing, dispatch, tables
 from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.timing import Timing
@@ -55,7 +55,7 @@ def test_choices_are_for_what_the_case_is(monkeypatch: pytest.MonkeyPatch) -> No
         return SimpleNamespace(spec=FIRST)
 
     monkeypatch.setattr(Case, "rounds", lambda self, direction: 3 + (direction is Direction.BACKWARD))
-    monkeypatch.setattr(tables, "choose", lambda *of, **more: iter([(noting(*of, **more).spec, "")]))
+    monkeypatch.setattr(choosing, "choose", lambda *of, **more: iter([(noting(*of, **more).spec, "")]))
     monkeypatch.setattr(dispatch, "choose", noting)
     case = make_case("window:8/96", "6/2/32", DType.FLOAT32, CPU)
     assert case.visible_keys > 0

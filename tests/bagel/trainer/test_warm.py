@@ -23,6 +23,7 @@ from attnforge.runtime import dispatch, kernels, prologue_kernels, tables
 from attnforge.runtime.build import cache, nvrtc, toolchain
 from attnforge.runtime.build.errors import NoCompilerError
 from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT
+from attnforge.runtime.rounds import MANY, rounds_of
 
 H200 = (Arch.SM90A, Arch.SM90)
 
@@ -97,7 +98,7 @@ def test_specs_are_what_dispatch_answers_there(monkeypatch: pytest.MonkeyPatch) 
             (0, 1024, (28, 4, 128), 0),
         ):
             heads = (heads_q, heads_kv)
-            rounds = tables.rounds_of(1, heads_kv, size, 132) if backward else tables.MANY
+            rounds = rounds_of(1, heads_kv, size, 132) if backward else MANY
             dispatch.resolve(
                 backward,
                 torch.bfloat16,
@@ -267,7 +268,7 @@ def test_warm_copy_and_start_offline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert {spec.slug for spec in wanted} == {
         dispatch.choose_for(problem, 1, 4096, target, rounds=rounds).spec.slug
         for problem in {spec.problem for spec in wanted}
-        for rounds in range(tables.MANY + 1)
+        for rounds in range(MANY + 1)
     }
     assert {spec.problem.direction for spec in wanted} == set(Direction)
     for spec in wanted:

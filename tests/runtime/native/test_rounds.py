@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from attnforge.codegen import host_sources
-from attnforge.runtime import tables
+from attnforge.runtime.rounds import MANY, rounds_of
 
 ENTRY = """
 extern "C" long rounds_of(long batch, long heads, long rows, long multiprocessors) {
@@ -31,6 +31,14 @@ def test_both_count_the_same(tmp_path: Path) -> None:
     @example(2, 7, 896, 132)  # 98 are not
     def same(batch: int, heads: int, rows: int, multiprocessors: int) -> None:
         sizes = (batch, heads, rows, multiprocessors)
-        assert library.rounds_of(*map(ctypes.c_long, sizes)) == tables.rounds_of(*sizes)
+        assert library.rounds_of(*map(ctypes.c_long, sizes)) == rounds_of(*sizes)
 
     same()
+
+
+def test_rounds_count_key_tiles_of_kv_heads() -> None:
+    assert rounds_of(2, 7, 896, 132) == 0  # 98 tiles for 132 multiprocessors
+    assert rounds_of(1, 9, 1281, 132) == 1  # 99
+    assert rounds_of(16, 4, 1024, 132) == 5
+    assert rounds_of(1000, 8, 3000, 132) == MANY
+    assert rounds_of(1, 1, 1, 0) == MANY  # no GPU

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attnforge
 from attnforge.codegen.spec import Spec
-from attnforge.runtime import dispatch, kernels, tables
+from attnforge.runtime import choosing, dispatch, kernels
 
 
 class Seen(Exception):
@@ -24,7 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     calls: list[tuple[Any, ...]] = []
     choose = dispatch.choose
 
-    def recorded(*arguments: Any) -> tables.Choice:
+    def recorded(*arguments: Any) -> choosing.Choice:
         calls.append(arguments)
         return choose(*arguments)
 

@@ -16,7 +16,7 @@ from attnforge.bagel.measure.case_scores import with_score
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime import kernels, tables
+from attnforge.runtime import choosing, kernels, tables
 from attnforge.runtime.scores import Score
 from attnforge.runtime.search import reference as reference_module
 from attnforge.runtime.search import verify, winners
@@ -86,7 +86,7 @@ def test_search(tmp_path: Path) -> None:
     assert finished.winner.spec.problem.score == "softcap: 2.0 * tanh(score / 2.0)"
     assert finished.winner.errors["out"][0] < 1e-6
     winners.keep(finished, "dev", {}, tmp_path)
-    (spec, reason), *_ = tables.choose(finished.winner.spec.problem, 2, 90, "dev", [tmp_path])
+    (spec, reason), *_ = choosing.choose(finished.winner.spec.problem, 2, 90, "dev", [tmp_path])
     assert spec == finished.winner.spec
     assert reason.startswith("tuned as")
 
@@ -117,7 +117,7 @@ def test_nearest_entries(wanted: str, size: int, order: list[int], tmp_path: Pat
     ]
     tables.save("dev", entries, tmp_path)
     problem = replace(entries[0].spec.problem, score=ScoreMod(wanted))
-    offers = tables.offers(problem, 4, size, "dev", [tmp_path])
+    offers = choosing.offers(problem, 4, size, "dev", [tmp_path])
     assert [offer.entry.spec.tuning for offer in offers] == [entries[i].spec.tuning for i in order]
 
 

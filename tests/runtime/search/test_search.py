@@ -30,7 +30,7 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Spec
-from attnforge.runtime import tables
+from attnforge.runtime import choosing, tables
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.dispatch import Target, choose_for
@@ -145,7 +145,7 @@ def test_budget_of_variants() -> None:
 @pytest.mark.usefixtures("fakes")
 def test_what_the_tables_run_now_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     late = list(candidates(small_case().problem(FORWARD, Arch.CPU)))[7]
-    monkeypatch.setattr(tables, "choose", lambda *_, **__: iter([(late, "tuned")]))
+    monkeypatch.setattr(choosing, "choose", lambda *_, **__: iter([(late, "tuned")]))
     started, measured, _ = run(Budget(variants=3))
     slugs = [event.result.spec.slug for event in measured]
     assert slugs[0] == late.slug
@@ -157,7 +157,7 @@ def test_kernels_of_near_entries_come_next(monkeypatch: pytest.MonkeyPatch) -> N
     """Each once, four at most, then the list without them."""
     space = list(islice(candidates(small_case().problem(FORWARD, Arch.CPU)), 12))
     near = [space[n] for n in (7, 7, 3, 9, 3, 5, 1)]
-    monkeypatch.setattr(tables, "choose", lambda *_, **__: ((spec, "tuned") for spec in near))
+    monkeypatch.setattr(choosing, "choose", lambda *_, **__: ((spec, "tuned") for spec in near))
     first = [space[n] for n in (7, 3, 9, 5)]
     order = engine._with_incumbent(space, small_case(), "dev")
     assert order == [*first, *(spec for spec in space if spec not in first)]
@@ -188,7 +188,7 @@ def test_the_incumbent_is_what_a_call_of_the_case_takes(
 
     monkeypatch.setattr(Case, "rounds", lambda self, direction: 4)
     monkeypatch.setattr(engine, "choose_for", choose_for)
-    monkeypatch.setattr(tables, "choose", choose)
+    monkeypatch.setattr(choosing, "choose", choose)
     assert engine._with_incumbent(space, case, "dev")[0] == space[5]
     assert asked == [(3, 40, "dev", *([True] if deterministic else []), case.visible_keys, 4)]
 
@@ -217,7 +217,7 @@ def test_the_other_owner_of_dk_and_dv_comes_next(
     knobs = plain.to_json() | {"stages": 2} | changes
     first = Spec(problem, make_tuning(problem, knobs))
     make_plan(first)
-    monkeypatch.setattr(tables, "choose", lambda *_, **__: iter([(first, "tuned")]))
+    monkeypatch.setattr(choosing, "choose", lambda *_, **__: iter([(first, "tuned")]))
     expected = [first, Spec(problem, make_tuning(problem, knobs | {"split_heads": 1} | twin))]
     order = engine._with_incumbent(space, case, "dev")
     assert order == [*expected, *(spec for spec in space if spec not in expected)]

@@ -1,0 +1,101 @@
+"""Fitting a tuning to a call. Takes the tuning of a table's entry and a call, gives a feasible spec, or Infeasible.
+
+An entry was tuned for its own problem and size. For the call, as few of its knobs as possible change:
+
+- `replanned` plans the entry's tuning for the call's problem. Knobs of a backward that are in the way are set to 0
+  (`planned`), and sums in a fixed order are left out where they cost more than they did for the entry (`fits_order`);
+- `spread_out` then gives a backward of fewer rounds (runtime/rounds.py) than the entry more blocks that do not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import chain, combinations
+
+from attnforge.codegen.families import make_plan, make_tuning
+from attnforge.codegen.plan import Infeasible
+from attnforge.codegen.spec import Direction, Problem, Spec, Tuning
+from attnforge.runtime.tables import Tuned
+
+# Knobs of a backward without which it computes more problems (`planned`), and what they stand for.
+DISPENSABLE = {
+    "persistent": "persistent blocks",
+    "launch_order": "its order of blocks",
+    "staging": "its places of dQ",
+}
+
+
+def replanned(problem: Problem, entry: Tuned, deterministic: bool = False) -> Spec:
+    """The spec of a call with the tuning of an entry, changed as `fits_order` and `planned` say, or Infeasible."""
+    tuning = entry.spec.tuning
+    if not fits_order(problem, deterministic, tuning):
+        tuning = make_tuning(problem, tuning.to_json() | {"deterministic": 0})
+    return planned(Spec(problem, tuning))
+
+
+def fits_order(problem: Problem, deterministic: bool, tuning: Tuning) -> bool:
+    """False for a kernel that sums gradients of a score's tensors in a fixed order where the call does not want that.
+
+    Such a kernel may be the fastest for the other gradients, but for these it takes 80 bytes an element.
+    """
+    return deterministic or not (problem.score.wanted and getattr(tuning, "deterministic", False))
+
+
+def planned(spec: Spec) -> Spec:
+    """A spec, or the same with as few knobs as possible set to 0 so that it is feasible (`DISPENSABLE`).
+
+    Persistent blocks take no score, no planes and no `split_heads`; without them each work tile has a block of its
+    own. A `launch_order` needs deterministic blocks, one kind of mask, and either `split_heads` or none; `staging`
+    needs shared memory. Infeasible if no knob helps.
+    """
+    found = _feasible(spec)
+    if isinstance(found, Infeasible):
+        raise Infeasible(found.reason, found.subject)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _feasible(spec: Spec) -> Spec | Infeasible:
+    """As `planned`, but an error is returned, so that it is kept, too: calls of other lengths meet the same entries."""
+    for dropped in _dispensable(spec):
+        knobs = spec.tuning.to_json() | dict.fromkeys(dropped, 0)
+        found = Spec(spec.problem, make_tuning(spec.problem, knobs)) if dropped else spec
+        try:
+            make_plan(found)
+        except Infeasible as error:
+            reason = error.with_traceback(None)
+        else:
+            return found
+    return reason
+
+
+def _dispensable(spec: Spec) -> Iterator[tuple[str, ...]]:
+    """Knobs that `planned` sets to 0 where they are in the way: none, then one, then more of them."""
+    names: list[str] = []
+    if spec.problem.direction is Direction.BACKWARD:
+        names = [name for name in DISPENSABLE if getattr(spec.tuning, name, 0)]
+    return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
+
+
+def spread_out(spec: Spec, group: int, rounds: int) -> Spec:
+    """A backward's spec for a call of fewer rounds than it was tuned with; the same where nothing is to change.
+
+    Where key tiles of kv heads leave more than a quarter of the GPU idle, each q head of a group has blocks of its own.
+    These, and those of heads without a group, add in any order: in a fixed one they wait for each other, and there are
+    no other blocks that compute meanwhile. Blocks that compute all heads of a group keep their order, which is as fast
+    from one round on. See docs/experiments.md, 118.
+    """
+    knobs = spec.tuning.to_json()
+    if "split_heads" not in knobs or (rounds > 0 and group > 1):
+        return spec
+    changes = {"deterministic": 0, "launch_order": 0}
+    if group > 1:
+        changes |= {"split_heads": 1, "persistent": 0}
+    changes = {name: value for name, value in changes.items() if knobs.get(name, value) != value}
+    if not changes:
+        return spec
+    try:
+        return planned(Spec(spec.problem, make_tuning(spec.problem, knobs | changes)))
+    except Infeasible:
+        return spec
