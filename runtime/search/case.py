@@ -74,7 +74,7 @@ class Case:
         return int(self.pairs / self.seq_q if known is None else known)
 
     def rounds(self, direction: Direction, multiprocessors: int | None = None) -> int:
-        """As `tables.rounds_of`, on the device, or on a GPU of so many multiprocessors (0: not known)."""
+        """As `rounds_of`, on the device, or on a GPU of so many multiprocessors (0: not known)."""
         if multiprocessors is None:
             multiprocessors = 0
             if self.device.type == "cuda":
