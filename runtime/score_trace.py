@@ -41,7 +41,7 @@ _DETACHING_IN_PLACE = (Tensor.detach_, torch.detach_, torch.ops.aten.detach_, to
 
 
 def _detached(x: Tensor) -> Tensor:
-    """x by an operator that says so in every torch's graph; from 2.14 on that of x.detach() has an alias of x."""
+    """x through an operator that graphs of every torch keep; since 2.14, x.detach() is recorded as an alias of x."""
     return torch.ops.aten.detach_copy.default(x) if x.is_floating_point() else x
 
 
