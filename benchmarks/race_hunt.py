@@ -24,7 +24,7 @@ from torch import Tensor
 import attnforge
 from attnforge.runtime import dispatch, kernels
 from attnforge.runtime.build.settings import CHAOS
-from attnforge.runtime.ops import Mask
+from attnforge.runtime.masks import AnyMask
 
 HANGS = 120  # seconds after which a problem counts as hanging: the stacks are printed and the process ends
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -80,7 +80,7 @@ PROBLEMS = (
 )
 
 
-def mask_of(problem: Problem) -> Mask:
+def mask_of(problem: Problem) -> AnyMask:
     """A mask of the kind: a BAGEL pack, random blocks, or none."""
     length, device = problem.length, "cuda"
     if problem.mask == "full":
@@ -116,7 +116,7 @@ def inputs_of(problem: Problem) -> list[Tensor]:
     return drawn
 
 
-def run(inputs: list[Tensor], mask: Mask) -> list[Tensor]:
+def run(inputs: list[Tensor], mask: AnyMask) -> list[Tensor]:
     """out, lse, dq, dk, dv."""
     q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
     out, lse = attnforge.attention(q, k, v, mask, return_lse=True, deterministic=True)
@@ -131,7 +131,7 @@ def compile_all(problems: Iterable[Problem]) -> None:
 
 
 def differing(
-    inputs: list[Tensor], mask: Mask, first: list[Tensor], count: int, late: Callable[[], bool]
+    inputs: list[Tensor], mask: AnyMask, first: list[Tensor], count: int, late: Callable[[], bool]
 ) -> tuple[int, Tensor]:
     """The number of runs made, at most `count`, and for each result in how many of them it differs from `first`."""
     wrong = torch.zeros(len(first), dtype=torch.int64, device="cuda")

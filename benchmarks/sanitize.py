@@ -37,6 +37,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels, ops
 from attnforge.runtime.build import cache
 from attnforge.runtime.export import read_specs
+from attnforge.runtime.masks import AnyMask
 from attnforge.runtime.native.launcher import launcher
 from attnforge.runtime.scores import Score
 from attnforge.runtime.search.winners import tuned_specs
@@ -110,7 +111,7 @@ def score_of(problem: Problem, generator: torch.Generator) -> Score | None:
     return Score(str(problem.score), tuple(torch.rand(shape, generator=generator).cuda() for shape in shapes))
 
 
-def mask_of(kind: Mask, seq_q: int, seq_k: int) -> ops.Mask:
+def mask_of(kind: Mask, seq_q: int, seq_k: int) -> AnyMask:
     if kind is Mask.FULL:
         return None
     if kind is Mask.CAUSAL:

@@ -446,9 +446,8 @@ class FunctionMask(_Listed, _Whole):
         return f"FunctionMask({self.text!r}, seq_q={self.seq_q}, seq_k={self.seq_k}, device={self.device})"
 
 
-AnyMask = (
-    Causal | Spans | DenseMask | FunctionMask | None
-)  # what `attention` takes; None: all pairs are visible
+# What `attention` takes; None: all pairs are visible.
+AnyMask = Causal | Spans | DenseMask | FunctionMask | None
 
 
 def transient() -> bool:

@@ -26,8 +26,6 @@ from attnforge.runtime.score_trace import ScoreFunction, wants_gradients
 from attnforge.runtime.scores import Score, as_score
 from attnforge.runtime.sinks import with_sinks
 
-Mask = AnyMask
-
 _CODES = {mask: code for code, mask in enumerate(MASKS)}
 _FULL, _CAUSAL, _SPANS, _DENSE = (_CODES[kind] for kind in MASKS)
 # Kept in a variable because finding the namespace takes half of an operator's look-up.
@@ -63,7 +61,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask = None,
+    mask: AnyMask = None,
     *,
     scale: float | None = None,
     return_lse: Literal[False] = False,
@@ -78,7 +76,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask = None,
+    mask: AnyMask = None,
     *,
     scale: float | None = None,
     return_lse: Literal[True],
@@ -92,7 +90,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask = None,
+    mask: AnyMask = None,
     *,
     scale: float | None = None,
     return_lse: bool = False,
@@ -141,7 +139,7 @@ def attention(
 
 
 def _attended(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float | None, deterministic: bool
 ) -> Tensor:
     """`attention` with any mask."""
     if isinstance(mask, FunctionMask):
@@ -154,7 +152,7 @@ def _scored(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    mask: AnyMask,
     scale: float | None,
     return_lse: bool,
     deterministic: bool,
@@ -175,7 +173,7 @@ def _scored(
 
 
 def _traced(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float | None, return_lse: bool, deterministic: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` under torch.compile, or with a scale that is no float or int, and may be of a wrong type."""
     expect_number("scale", scale)
@@ -186,7 +184,7 @@ def _traced(
 
 
 def _on_refusal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float | None, return_lse: bool, deterministic: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Called when an operator raised: runs DTensors, and otherwise raises a clear error for a wrong type."""
     if have_dtensor(q, k, v):
@@ -199,7 +197,7 @@ def _on_refusal(
 
 
 def _on_dtensors(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, return_lse: bool, deterministic: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float | None, return_lse: bool, deterministic: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     from attnforge.runtime.distributed.dtensor import (
         attention_on_dtensors,  # imports torch.distributed.tensor
@@ -214,7 +212,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    mask: AnyMask,
     scale: float | None = None,
     variant: int = 0,
     deterministic: bool = False,
@@ -235,7 +233,7 @@ def forward(
 
 
 def _words(
-    q: Tensor, k: Tensor, mask: Mask, score: Score | None, check: bool = True
+    q: Tensor, k: Tensor, mask: AnyMask, score: Score | None, check: bool = True
 ) -> tuple[str | Tensor | None, ...]:
     """The operators' last arguments, for functions of a score and of a mask. Raises ValueError for unfit tensors."""
     mod = mask if isinstance(mask, FunctionMask) else None
@@ -263,7 +261,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    mask: Mask,
+    mask: AnyMask,
     scale: float | None = None,
     deterministic: bool = False,
     variant: int = 0,
@@ -289,7 +287,7 @@ def backward(
     )
 
 
-def unpack_mask(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
+def unpack_mask(mask: AnyMask, q: Tensor, k: Tensor) -> tuple[Tensor | None, int, int]:
     """The operators' arguments for a mask: its data, the number of its kind, its visible_keys_rounded."""
     if mask is None:
         return None, _FULL, 0

@@ -76,7 +76,7 @@ from attnforge.runtime.inputs import (
     expect_scale,
     expect_tensors,
 )
-from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans, stream_id
+from attnforge.runtime.masks import AnyMask, Causal, DenseMask, FunctionMask, Spans, stream_id
 from attnforge.runtime.score_trace import ScoreFunction
 from attnforge.runtime.scores import Score, as_score
 from attnforge.runtime.sinks import expect_sinks, with_sinks
@@ -139,7 +139,7 @@ class ContextParallel:
         self._masks: weakref.WeakKeyDictionary[Spans | DenseMask, dict[Any, Spans | DenseMask]] = (
             weakref.WeakKeyDictionary()
         )
-        self._parts: weakref.WeakKeyDictionary[Any, tuple[Any, tuple[ops.Mask, ...]]] = (
+        self._parts: weakref.WeakKeyDictionary[Any, tuple[Any, tuple[AnyMask, ...]]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -174,7 +174,7 @@ class ContextParallel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: ops.Mask = None,
+        mask: AnyMask = None,
         *,
         total: int | None = None,
         scale: float | None = None,
@@ -190,7 +190,7 @@ class ContextParallel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: ops.Mask = None,
+        mask: AnyMask = None,
         *,
         total: int | None = None,
         scale: float | None = None,
@@ -205,7 +205,7 @@ class ContextParallel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: ops.Mask = None,
+        mask: AnyMask = None,
         *,
         total: int | None = None,
         scale: float | None = None,
@@ -256,7 +256,7 @@ class ContextParallel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: ops.Mask,
+        mask: AnyMask,
         score: Score | None,
         total: int,
         scale: float | None,
@@ -328,7 +328,7 @@ class ContextParallel:
         expect_same(self._group, device, mine)
         self._compared = True
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask, total: int | None) -> int:
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, total: int | None) -> int:
         rows = q.shape[2]
         expect_local("q, k, v", q, k, v)
         if mask is not None and not isinstance(mask, (Causal, Spans, DenseMask, FunctionMask)):
@@ -383,7 +383,7 @@ class ContextParallel:
         self,
         q: Tensor,
         k: Tensor,
-        mask: ops.Mask,
+        mask: AnyMask,
         score: Score | None,
         sinks: Tensor | None,
         total: int,
@@ -400,7 +400,7 @@ class ContextParallel:
             check_score(q, k, text, (*tensors, *of_mask), "" if mod is None else mod.text, (total, total))
 
     def _assign_rows(
-        self, mask: ops.Mask, rows: int, total: int, in_order: bool, device: torch.device
+        self, mask: AnyMask, rows: int, total: int, in_order: bool, device: torch.device
     ) -> RowAssignment | None:
         """The row assignment for U = 1, cached per mask. None if U = 1 is excluded or the mask cannot be read."""
         unknown = isinstance(mask, (DenseMask, FunctionMask))
@@ -463,14 +463,14 @@ class ContextParallel:
 
     def _local_masks(
         self,
-        mask: ops.Mask,
+        mask: AnyMask,
         layout: Layout,
         rows: int,
         total: int,
         device: torch.device,
         assignment: RowAssignment | None,
         local_slices: tuple[LocalSlice, ...],
-    ) -> tuple[ops.Mask, ...]:
+    ) -> tuple[AnyMask, ...]:
         """The mask of each piece, cached per mask because masks own their tile schedules."""
         if isinstance(mask, FunctionMask):
             keys = self.world * rows
@@ -485,8 +485,8 @@ class ContextParallel:
         return (local,) * len(local_slices)
 
     def _kept(
-        self, mask: Any, local_slices: tuple[LocalSlice, ...], make: Callable[[LocalSlice], ops.Mask]
-    ) -> tuple[ops.Mask, ...]:
+        self, mask: Any, local_slices: tuple[LocalSlice, ...], make: Callable[[LocalSlice], AnyMask]
+    ) -> tuple[AnyMask, ...]:
         """`make(local_slice)` for each slice, cached as long as `mask` exists; not cached in a trace."""
         if torch.compiler.is_compiling():
             return tuple(make(local_slice) for local_slice in local_slices)
@@ -500,13 +500,13 @@ class ContextParallel:
 
     def _local_mask(
         self,
-        mask: ops.Mask,
+        mask: AnyMask,
         layout: Layout,
         rows: int,
         total: int,
         device: torch.device,
         assignment: RowAssignment | None = None,
-    ) -> ops.Mask:
+    ) -> AnyMask:
         """The mask between this rank's queries and keys, in their local order."""
         if total == self.world * rows and (len(layout.queries) == self.world or mask is None):
             return mask

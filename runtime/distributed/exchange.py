@@ -27,6 +27,7 @@ from attnforge.runtime.distributed.row_assignment import (
     offsets_in,
 )
 from attnforge.runtime.distributed.shards import Layout
+from attnforge.runtime.masks import AnyMask
 from attnforge.runtime.scores import Score
 
 # torch 2.13 renamed it, and warns about the name of 2.11 and 2.12.
@@ -42,7 +43,7 @@ class Call:
     assignment: RowAssignment | None  # for U = 1, if the mask could be read; else None
     pieces: tuple[Piece, ...]
     local_slices: tuple[LocalSlice, ...]
-    masks: tuple[ops.Mask, ...]
+    masks: tuple[AnyMask, ...]
     scale: float | None
     return_lse: bool
     deterministic: bool

@@ -22,8 +22,8 @@ from attnforge.codegen.formula_program import ScoreError
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.spec import MAX_INTERVALS
 from attnforge.runtime.inputs import expect_layout
-from attnforge.runtime.masks import Causal, DenseMask, FunctionMask, Spans
-from attnforge.runtime.ops import Mask, attention
+from attnforge.runtime.masks import AnyMask, Causal, DenseMask, FunctionMask, Spans
+from attnforge.runtime.ops import attention
 from attnforge.runtime.score_trace import evaluate, traced_mask
 from attnforge.runtime.scores import Score
 
@@ -36,7 +36,7 @@ DENSE_BYTES = 1 << 30  # largest dense mask that a BlockMask is converted to
 class _Converted(NamedTuple):
     """What is kept of a BlockMask: its mask, and what that was made of."""
 
-    mask: Mask
+    mask: AnyMask
     mask_mod: Callable[[], Any]  # a weak reference, since the function may hold the BlockMask
     seq_lengths: tuple[int, ...]
     sizes: set[tuple[int, int]]  # batch and heads of q that it was checked for
@@ -99,7 +99,7 @@ def _check_outputs(return_lse: bool, return_aux: AuxRequest | None) -> None:
         raise ValueError("return_aux: max_scores is not supported; only lse is")
 
 
-def _mask_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Mask:
+def _mask_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> AnyMask:
     """The mask of a BlockMask, which is checked against the sizes of a call."""
     known = _known_of(block_mask)
     if known.seq_lengths != (query.shape[2], key.shape[2]):
@@ -115,7 +115,7 @@ def _mask_of(block_mask: BlockMask, query: Tensor, key: Tensor) -> Mask:
     return known.mask
 
 
-def from_block_mask(block_mask: BlockMask) -> Mask:
+def from_block_mask(block_mask: BlockMask) -> AnyMask:
     """The mask of a BlockMask: None (everything is visible), Causal(), Spans, its function, or a DenseMask.
 
     Spans if at most four intervals of queries see each key, in each batch entry and head: documents, causal, prefix,
@@ -222,7 +222,7 @@ class _Blocks(NamedTuple):
     head: int
 
 
-def _convert(mask: BlockMask) -> Mask:
+def _convert(mask: BlockMask) -> AnyMask:
     planes = list(_planes(mask))
     seq_q, seq_k = mask.seq_lengths
     spans = [_intervals(mask, plane) for plane in planes]

@@ -14,8 +14,8 @@ from attnforge.runtime.integrations import alibi_models
 from attnforge.runtime.integrations.flash_attn import band, documents, sides_of
 from attnforge.runtime.integrations.spans_tensor import SpansTensor, combined
 from attnforge.runtime.mask_intervals import spans_of
-from attnforge.runtime.masks import Causal, Spans, transient
-from attnforge.runtime.ops import Mask, attention
+from attnforge.runtime.masks import AnyMask, Causal, Spans, transient
+from attnforge.runtime.ops import attention
 from attnforge.runtime.scores import Score, alibi, bias, softcap
 
 NAME = "attnforge"
@@ -212,7 +212,7 @@ def attention_forward(
     return out.transpose(1, 2), None
 
 
-def _mask_of(query: Tensor, key: Tensor, causal: bool, window: tuple[int, int]) -> Mask:
+def _mask_of(query: Tensor, key: Tensor, causal: bool, window: tuple[int, int]) -> AnyMask:
     """The mask of a call without a mask tensor; `window` as flash-attn has it."""
     if window[0] >= 0:
         return band(query.shape[2], key.shape[2], sides_of(causal, window), query.device)

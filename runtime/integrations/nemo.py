@@ -18,8 +18,8 @@ from attnforge.runtime.integrations.flash_attn import band, documents, sides_of
 from attnforge.runtime.integrations.huggingface import register_huggingface
 from attnforge.runtime.integrations.spans_tensor import combined
 from attnforge.runtime.integrations.trainers import NAME, is_ours, marked, replace_everywhere, symbols
-from attnforge.runtime.masks import Causal, Spans
-from attnforge.runtime.ops import Mask, attention
+from attnforge.runtime.masks import AnyMask, Causal, Spans
+from attnforge.runtime.ops import attention
 from attnforge.runtime.scores import Score, bias, softcap
 
 _UTILS = "nemo_automodel.components.attention.utils"
@@ -119,7 +119,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    mask: Mask,
+    mask: AnyMask,
     scale: float,
     score: Score | None = None,
     sinks: Tensor | None = None,
@@ -145,7 +145,7 @@ def preprocess(
     _refuse(q, attention_mask, given)
     left = _left(given.get("window_size"))
     score = None if given.get("softcap") is None else softcap(given["softcap"])
-    mask: Mask
+    mask: AnyMask
     if attention_mask is None or q.dim() == 3:
         mask = _plain(q, k, rows, keys, left, given)
     elif attention_mask.dim() == 2:

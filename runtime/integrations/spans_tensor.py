@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnforge.runtime.mask_intervals import spans_of
-from attnforge.runtime.masks import DenseMask, Spans, stream_id, transient
-from attnforge.runtime.ops import Mask
+from attnforge.runtime.masks import AnyMask, DenseMask, Spans, stream_id, transient
 
 _aten = torch.ops.aten
 Made = TypeVar("Made")
@@ -150,7 +149,9 @@ def mask_of(mask: Tensor, rows: int, keys: int) -> Spans | DenseMask:
     return once(_converted, visible)
 
 
-def combined(mask: Tensor, limits: Mask, rows: int, keys: int, of_layer: bool = False) -> Spans | DenseMask:
+def combined(
+    mask: Tensor, limits: AnyMask, rows: int, keys: int, of_layer: bool = False
+) -> Spans | DenseMask:
     """What a model's mask, bool or additive, and `limits` both show; limits: of at most one interval a key.
 
     of_layer: each layer makes a mask, which is not worth converting; additive masks are not converted either.

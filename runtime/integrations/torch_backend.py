@@ -17,7 +17,7 @@ from torch.library import Library
 from attnforge.runtime import ops
 from attnforge.runtime.build.settings import disabled
 from attnforge.runtime.integrations.flash_attn import band, documents, sides_of
-from attnforge.runtime.masks import Causal
+from attnforge.runtime.masks import AnyMask, Causal
 
 logger = logging.getLogger("attnforge")
 
@@ -213,7 +213,7 @@ def _mask(
     cum_seq_k: Tensor | None,
     is_causal: bool,
     window: tuple[int | None, int | None],
-) -> ops.Mask:
+) -> AnyMask:
     left, right = (-1 if side is None else side for side in window)
     if cum_seq_q is None or cum_seq_k is None:
         return band(query.shape[1], key.shape[1], sides_of(is_causal, (left, right)), query.device)

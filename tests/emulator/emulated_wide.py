@@ -20,8 +20,7 @@ import attnforge
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import Spec
-from attnforge.runtime.masks import FunctionMask
-from attnforge.runtime.ops import Mask
+from attnforge.runtime.masks import AnyMask, FunctionMask
 
 FLAGS = (
     "-std=c++17",
@@ -101,7 +100,7 @@ class EmulatedWide:
         self,
         tensors: dict[str, Tensor],
         lse: Tensor,
-        mask: Mask,
+        mask: AnyMask,
         seed: int = 0,
         change: int = 0,
     ) -> tuple[str, list[Tensor]]:

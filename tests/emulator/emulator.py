@@ -21,8 +21,7 @@ import attnforge
 from attnforge.codegen.plan import Launch
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.spec import DType, Spec
-from attnforge.runtime.masks import FunctionMask
-from attnforge.runtime.ops import Mask
+from attnforge.runtime.masks import AnyMask, FunctionMask
 
 # Like nvcc, g++ joins products and sums, where the machine has an instruction for it.
 FLAGS = (
@@ -143,7 +142,7 @@ class Emulated:
         self.score_tensors: tuple[Tensor, ...] = ()
         self.score_gradients: dict[int, Tensor] = {}  # of those that the score wants, after a backward
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> tuple[Tensor, Tensor]:
         """(out, lse), as the operator."""
         out = torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype)
         lse = torch.full(q.shape[:3], math.nan)
@@ -173,7 +172,7 @@ class Emulated:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        mask: Mask,
+        mask: AnyMask,
         dlse: Tensor | None = None,
     ) -> list[Tensor]:
         """[dq, dk, dv], as the operator."""
@@ -198,7 +197,7 @@ class Emulated:
         self.held.append(torch.full((words,), math.nan))
         return self.held[-1].data_ptr()
 
-    def _params(self, tensors: dict[str, Tensor], mask: Mask) -> Params:
+    def _params(self, tensors: dict[str, Tensor], mask: AnyMask) -> Params:
         p, tuning = Params(), self.spec.tuning
         for name, x in tensors.items():
             setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
@@ -213,7 +212,7 @@ class Emulated:
         self._set_mask(p, mask)
         return p
 
-    def _set_mask(self, p: Params, mask: Mask) -> None:
+    def _set_mask(self, p: Params, mask: AnyMask) -> None:
         """As set_dense of runtime/native/arguments.h and attach_schedule of runtime/native/schedules.h."""
         p.mask_batches = p.mask_heads = p.mask_planes = 1
         if isinstance(mask, attnforge.Spans) and self.spec.problem.unions:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attnforge
 from attnforge.bagel.packing import visible_from_definition
-from attnforge.runtime.ops import Mask
+from attnforge.runtime.masks import AnyMask
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Data:
     v: Tensor
     dout: Tensor
     dlse: Tensor | None
-    mask: Mask
+    mask: AnyMask
     seen: Tensor  # bool, broadcast to (B, Hq, Sq, Sk)
     extra: dict[str, Any]  # arguments of the drop-ins
     scale: float
@@ -151,7 +151,7 @@ def poison(case: Problem) -> None:
 # ---- Masks
 
 
-def _mask(case: Problem, generator: torch.Generator) -> tuple[Mask, Tensor, dict[str, Any]]:
+def _mask(case: Problem, generator: torch.Generator) -> tuple[AnyMask, Tensor, dict[str, Any]]:
     """The mask, which pairs it shows by its definition, and what a drop-in is told instead of it."""
     seq_q, seq_k = case.seq_q, case.seq_k
     row, key = torch.arange(seq_q)[:, None], torch.arange(seq_k)[None]
@@ -186,7 +186,7 @@ def _mask(case: Problem, generator: torch.Generator) -> tuple[Mask, Tensor, dict
 
 def _unions(
     case: Problem, chance: random.Random, generator: torch.Generator
-) -> tuple[Mask, Tensor, dict[str, Any]]:
+) -> tuple[AnyMask, Tensor, dict[str, Any]]:
     """Up to 4 intervals a key, with planes for batch entries, and for kv heads or query heads."""
     kin = random.Random(f"unions {case.seed // CASES}")  # kernels are those of the family
     count, apart = kin.randint(1, 4), kin.random() < 0.5
@@ -238,7 +238,7 @@ def _intervals(case: Problem, chance: random.Random, generator: torch.Generator)
     return starts.int(), ends.int()
 
 
-def _dense(case: Problem, generator: torch.Generator) -> tuple[Mask, Tensor, dict[str, Any]]:
+def _dense(case: Problem, generator: torch.Generator) -> tuple[AnyMask, Tensor, dict[str, Any]]:
     planes: tuple[int, ...] = ()
     heads = case.heads_kv * case.group
     chance = random.Random(f"mask {case.seed}")
@@ -276,7 +276,7 @@ def _parts(chance: random.Random, total: int, most: int) -> list[int]:
     return [end - start for start, end in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
-def _packed(case: Problem, generator: torch.Generator) -> tuple[Mask, Tensor, dict[str, Any]]:
+def _packed(case: Problem, generator: torch.Generator) -> tuple[AnyMask, Tensor, dict[str, Any]]:
     """BAGEL's mask; `used` says which samples at the end are padding."""
     chance = random.Random(f"mask {case.seed}")
     samples = _parts(chance, case.seq_q, 4)
@@ -291,7 +291,7 @@ def _packed(case: Problem, generator: torch.Generator) -> tuple[Mask, Tensor, di
     return mask, seen, {}
 
 
-def _documents(case: Problem, generator: torch.Generator) -> tuple[Mask, Tensor, dict[str, Any]]:
+def _documents(case: Problem, generator: torch.Generator) -> tuple[AnyMask, Tensor, dict[str, Any]]:
     """Documents packed end to end for the drop-in, some without queries or keys, with rows behind the last."""
     chance = random.Random(f"mask {case.seed}")
     count = chance.randint(1, 5)

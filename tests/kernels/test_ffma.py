@@ -20,7 +20,7 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, kernels, ops
 from attnforge.runtime.export import alignment
-from attnforge.runtime.masks import Causal, DenseMask, Spans
+from attnforge.runtime.masks import AnyMask, Causal, DenseMask, Spans
 from attnforge.runtime.search.reference import reference
 
 TUNINGS = (Fp32Forward(128, 64, 8, 1, 0, 1), Fp32Forward(64, 32, 4, 2, 0, 1), Fp32Forward(32, 16, 2, 1, 0, 1))
@@ -84,7 +84,7 @@ def test_it_compiles_without_spills(dim: int, nvcc: None, tmp_path: Path) -> Non
     assert all(used["spill_bytes"] == 0 for used in resources.values())
 
 
-def make_mask(kind: Mask, rows: int, keys: int, device: str) -> ops.Mask:
+def make_mask(kind: Mask, rows: int, keys: int, device: str) -> AnyMask:
     if kind is Mask.CAUSAL:
         return Causal()
     if kind is Mask.SPANS:

@@ -23,7 +23,7 @@ from attnforge.codegen.families.sm90_fp32 import Sm90Fp32Forward
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 from attnforge.runtime.inputs import LARGEST_SCALE, LEAST_SCALE, check_forward
-from attnforge.runtime.ops import Mask as Hidden
+from attnforge.runtime.masks import AnyMask
 from attnforge.runtime.search.reference import reference
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -54,7 +54,7 @@ KINDS = ("full", "causal", "spans", "dense")
 LEAST, MOST = -(2**31), 2**31 - 1
 
 
-def make_mask(kind: str, device: str) -> Hidden:
+def make_mask(kind: str, device: str) -> AnyMask:
     """A row of the last two sees nothing."""
     if kind == "spans":
         return spans(LENGTH, LENGTH, device)
@@ -72,7 +72,7 @@ def near_2_to_30(head_dim: int, sign: float = 1.0) -> list[Tensor]:
     return [q, k, torch.randn(1, 1, LENGTH, head_dim)]
 
 
-def assert_right(out: Tensor, lse: Tensor, inputs: list[Tensor], mask: Hidden, scale: float | None) -> None:
+def assert_right(out: Tensor, lse: Tensor, inputs: list[Tensor], mask: AnyMask, scale: float | None) -> None:
     """Against float64."""
     q, k, v = (x.detach() for x in inputs)
     exact = reference(q, k, v, mask, scale)
@@ -84,14 +84,14 @@ def assert_right(out: Tensor, lse: Tensor, inputs: list[Tensor], mask: Hidden, s
 
 
 def both(
-    inputs: list[Tensor], mask: Hidden, scale: float | None = None, deterministic: bool = False
+    inputs: list[Tensor], mask: AnyMask, scale: float | None = None, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
     q, k, v = inputs
     return attnforge.attention(q, k, v, mask, scale=scale, deterministic=deterministic, return_lse=True)
 
 
-def attend(inputs: list[Tensor], mask: Hidden, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def attend(inputs: list[Tensor], mask: AnyMask, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """(out, lse); the gradients are finite."""
     out, lse = both(inputs, mask, scale)
     for deterministic in (False, True):

@@ -11,6 +11,7 @@ import attnforge
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels, ops
+from attnforge.runtime.masks import AnyMask
 from attnforge.runtime.search.reference import reference
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +65,7 @@ def handle_of(head_dim: int, mask: Mask, tuning: Sm90Backward) -> int:
 class Call:
     """Inputs of a backward, exact out and lse rounded, and the exact gradients."""
 
-    def __init__(self, x: Inputs, mask: ops.Mask) -> None:
+    def __init__(self, x: Inputs, mask: AnyMask) -> None:
         self.q, self.k, self.v = (t.detach() for t in (x.q, x.k, x.v))
         self.dout, self.mask = x.dout, mask
         exact = reference(self.q, self.k, self.v, mask, None, x.dout)
@@ -130,7 +131,7 @@ def test_keys_that_nobody_sees(head_dim: int, mask: Mask, tuning: Sm90Backward) 
     for first in (length, 130, 0):  # keys from this one on are hidden
         ends = torch.full((length,), length, dtype=torch.int32, device=DEVICE)
         ends[first:] = 0
-        hidden: ops.Mask = attnforge.Spans(torch.zeros_like(ends), ends)
+        hidden: AnyMask = attnforge.Spans(torch.zeros_like(ends), ends)
         if mask is Mask.DENSE:
             hidden = attnforge.DenseMask((ends > 0).expand(length, length))
         call = Call(x, hidden)

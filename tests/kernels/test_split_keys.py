@@ -25,8 +25,8 @@ from attnforge.codegen.space import candidates, splitting
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import dispatch, kernels, ops
 from attnforge.runtime.dispatch import Target, choose_for
+from attnforge.runtime.masks import AnyMask
 from attnforge.runtime.native.operators import operators
-from attnforge.runtime.ops import Mask as AnyMask
 from attnforge.runtime.search.reference import reference
 
 FORWARD, BFLOAT16, FLOAT16 = Direction.FORWARD, DType.BFLOAT16, DType.FLOAT16

@@ -32,7 +32,7 @@ from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 from attnforge.runtime import dispatch, kernels, ops
-from attnforge.runtime.masks import FunctionMask
+from attnforge.runtime.masks import AnyMask, FunctionMask
 
 DIMS = [(256, 256), (192, 192), (192, 128)]
 MASKS = (Mask.FULL, Mask.CAUSAL, Mask.SPANS)
@@ -524,7 +524,7 @@ def gradients(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor,
-    mask: ops.Mask,
+    mask: AnyMask,
     score: scores.Score,
 ) -> tuple[Tensor, ...]:
     """Those of a call by this kernel. `x`: q, k, v and dout."""
@@ -556,7 +556,7 @@ def check(spec: Spec, name: str, limit: float, mask_name: str = "") -> None:
         known = functions(shape.batch, heads, shape.seq_q, shape.seq_k, "cuda")
         score, formula = known[name] if name else (scores.Score(""), lambda s, *at: s)
         of = replace(of, score=ScoreMod(score.text))
-        mask: ops.Mask
+        mask: AnyMask
         if mask_name:
             mask = function_mask(mask_name, shape, "cuda")
             of = replace(of, mask_mod=MaskMod(mask.text))

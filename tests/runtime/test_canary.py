@@ -21,9 +21,8 @@ from attnforge.runtime import canary, ops, sampled
 from attnforge.runtime.build.settings import CANARY
 from attnforge.runtime.canary import CanaryError
 from attnforge.runtime.inputs import MASKS
-from attnforge.runtime.masks import FunctionMask, load_operators
+from attnforge.runtime.masks import AnyMask, FunctionMask, load_operators
 from attnforge.runtime.native import operators
-from attnforge.runtime.ops import Mask
 from attnforge.runtime.sampled import Call, Given
 from attnforge.runtime.scores import Score
 from attnforge.runtime.search.reference import reference
@@ -55,7 +54,7 @@ def draw(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     ]
 
 
-def masks() -> dict[str, Callable[[], Mask]]:
+def masks() -> dict[str, Callable[[], AnyMask]]:
     generator = torch.Generator().manual_seed(1)
     pairs = torch.rand(BATCH, HEADS_Q, LENGTH, LENGTH, generator=generator) > 0.6
     bounds = torch.randint(0, LENGTH, (2, BATCH, HEADS_KV, 2, LENGTH), generator=generator, dtype=torch.int32)
@@ -100,7 +99,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---- The samples
 
 
-def call_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score: Score | None = None) -> Call:
+def call_of(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, score: Score | None = None) -> Call:
     data, kind, _ = ops.unpack_mask(mask, q, k)
     text, tensors = ("", ()) if score is None else (score.text, score.tensors)
     function = MaskMod(mask.text if isinstance(mask, FunctionMask) else "")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import attnforge
-from attnforge.runtime import ops
+from attnforge.runtime.masks import AnyMask
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 DTYPE = torch.bfloat16
@@ -27,7 +27,7 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def module(q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask) -> Tensor:
+def module(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> Tensor:
     out = attnforge.attention(q * 2, k, v + 1, mask)
     assert isinstance(out, Tensor)
     return out * 3
@@ -63,7 +63,7 @@ def test_compile_with_inductor(device: str) -> None:
 def test_compile_with_autocast(device: str, inside: bool) -> None:
     """float32 goes in, attention runs in bfloat16, gradients come back in float32; lengths change."""
 
-    def step(q: Tensor, k: Tensor, v: Tensor, mask: ops.Mask) -> Tensor:
+    def step(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask) -> Tensor:
         if not inside:
             return module(q, k, v, mask)
         with torch.autocast(device, dtype=DTYPE):

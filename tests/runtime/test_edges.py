@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
-from attnforge.runtime import ops
-from attnforge.runtime.masks import load_operators
+from attnforge.runtime.masks import AnyMask, load_operators
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +28,7 @@ DTYPE = torch.bfloat16
 EMPTY = {"batch": (0, 5, 7), "queries": (2, 0, 7), "keys": (2, 5, 0), "both": (1, 0, 0)}
 
 
-def mask_of(kind: str, seq_q: int, seq_k: int, device: str) -> ops.Mask:
+def mask_of(kind: str, seq_q: int, seq_k: int, device: str) -> AnyMask:
     if kind == "spans":
         starts = torch.zeros(seq_k, dtype=torch.int32, device=device)
         return attnforge.Spans(starts, starts + seq_q)

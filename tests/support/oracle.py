@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnforge
-from attnforge.runtime.masks import FunctionMask
-from attnforge.runtime.ops import Mask
+from attnforge.runtime.masks import AnyMask, FunctionMask
 from attnforge.runtime.search.reference import reference
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -140,7 +139,7 @@ def dense(
     return attnforge.DenseMask(mask.to(device))
 
 
-def make_mask(kind: str, seq_q: int, seq_k: int, device: str, seed: int = 0) -> Mask:
+def make_mask(kind: str, seq_q: int, seq_k: int, device: str, seed: int = 0) -> AnyMask:
     """A mask by the name of its kind."""
     if kind == "full":
         return None
@@ -149,7 +148,7 @@ def make_mask(kind: str, seq_q: int, seq_k: int, device: str, seed: int = 0) -> 
     return attnforge.Causal() if kind == "causal" else spans(seq_q, seq_k, device, seed)
 
 
-def visible(mask: Mask, seq_q: int, seq_k: int, device: str, heads_q: int = 1, batch: int = 1) -> Tensor:
+def visible(mask: AnyMask, seq_q: int, seq_k: int, device: str, heads_q: int = 1, batch: int = 1) -> Tensor:
     """Dense bool (seq_q, seq_k), with two more axes in front if the mask has them: planes of kv heads as of q heads."""
     if mask is None:
         return torch.ones(seq_q, seq_k, dtype=torch.bool, device=device)
@@ -160,7 +159,7 @@ def visible(mask: Mask, seq_q: int, seq_k: int, device: str, heads_q: int = 1, b
     return seen
 
 
-def peers(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[tuple[Tensor, ...], ...]:
+def peers(x: Inputs, mask: AnyMask, scale: float | None = None) -> tuple[tuple[Tensor, ...], ...]:
     """out, dq, dk, dv of SDPA's math backend, and of its flash backend where that can do the case.
 
     It can on a GPU in half precision, without a mask or with a causal one on a square, and with v as wide as q and k;
@@ -211,7 +210,7 @@ def sdpa(x: Inputs, backend: SDPBackend, scale: float | None, **masking: Any) ->
     return (out.detach(), *torch.autograd.grad(out, (q, k, v), x.dout))
 
 
-def flash(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ...]:
+def flash(x: Inputs, mask: AnyMask, scale: float | None = None) -> tuple[Tensor, ...]:
     """out, dq, dk, dv as every flash attention rounds them: float32 but for the operands of matrix products.
 
     Unlike SDPA's math backend its backward starts from out and lse as forward stored them, rounded.
@@ -233,7 +232,7 @@ def flash(x: Inputs, mask: Mask, scale: float | None = None) -> tuple[Tensor, ..
     return tuple(t.to(dtype) for t in (out, ds @ k * scale, dk, dv))
 
 
-def check(x: Inputs, mask: Mask, scale: float | None = None, slack: float = 1.0) -> None:
+def check(x: Inputs, mask: AnyMask, scale: float | None = None, slack: float = 1.0) -> None:
     """Run attention forward and backward on x; AssertionError if anything is further off than it may be."""
     out, lse = attnforge.attention(x.q, x.k, x.v, mask, scale=scale, return_lse=True)
     ours = (out.detach(), *x.grads(out))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import attnforge
 from attnforge import scores
-from attnforge.runtime.ops import Mask
+from attnforge.runtime.masks import AnyMask
 
 Function = Callable[..., Tensor]
 
@@ -18,7 +18,7 @@ def oracle(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    mask: AnyMask,
     function: Function,
     dout: Tensor,
     dlse: Tensor | None = None,
@@ -125,7 +125,13 @@ def compare(ours: list[Tensor], exact: list[Tensor], limit: float) -> None:
 
 
 def attended(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, score: scores.Score, dout: Tensor, dlse: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AnyMask,
+    score: scores.Score,
+    dout: Tensor,
+    dlse: Tensor | None = None,
 ) -> list[Tensor]:
     """[out, lse, dq, dk, dv] of attnforge."""
     out, lse = attnforge.attention(q, k, v, mask, score=score, return_lse=True)
@@ -185,7 +191,7 @@ def learned_oracle(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    mask: AnyMask,
     function: Function,
     tensors: list[Tensor],
     dout: Tensor,

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import attnforge
 from attnforge.runtime.distributed import links, row_assignment
 from attnforge.runtime.distributed.cost import Partition
-from attnforge.runtime.ops import Mask
+from attnforge.runtime.masks import AnyMask
 from attnforge.runtime.search.reference import reference
 
 # Imports what the ranks' own compilations take: once, before they fork.
@@ -81,7 +81,7 @@ def on_gpu(case: Case) -> Case:
     return replace(case, total=7 * case.total, head_dim=64, dim_v=64)
 
 
-def make_mask(case: Case, device: torch.device) -> Mask:
+def make_mask(case: Case, device: torch.device) -> AnyMask:
     total = case.total
     if case.mask == "packed":
         samples = [total // 2, total - total // 2]
