@@ -115,9 +115,9 @@ def near(case: Case, direction: Direction, count: int) -> dict[str, Spec]:
     return {spec.slug: spec for spec in choosing.different(_choices(problem, case), count)}
 
 
-def _choices(problem: Problem, case: Case) -> Iterator[tuple[Spec, str]]:
+def _choices(problem: Problem, case: Case) -> Iterator[Spec]:
     """Dispatch's, by the tables, for a problem like the case's."""
-    return choosing.choose(
+    found = choosing.choose(
         problem,
         case.heads_q // case.heads_kv,
         case.seq_q,
@@ -125,6 +125,7 @@ def _choices(problem: Problem, case: Case) -> Iterator[tuple[Spec, str]]:
         visible_keys=case.visible_keys,
         rounds=case.rounds(problem.direction),
     )
+    return (choice.spec for choice in found)
 
 
 def choice_of(case: Case, direction: Direction) -> Spec:
@@ -144,14 +145,14 @@ def of_other_head_dims(case: Case, direction: Direction, count: int) -> dict[str
     problem = case.problem(direction, kernels.target(case.device))
 
     def translated(there: Problem) -> Iterator[Spec]:
-        for spec, _ in _choices(there, case):
+        for spec in _choices(there, case):
             try:
                 yield fitting.planned(Spec(problem, spec.tuning))
             except Infeasible:
                 continue
 
     each = [translated(there) for there in neighbours(problem, tables.device_name(case.device))]
-    in_turn = ((spec, "") for spec in chain.from_iterable(zip_longest(*each)) if spec)
+    in_turn = (spec for spec in chain.from_iterable(zip_longest(*each)) if spec)
     return {spec.slug: spec for spec in choosing.different(in_turn, count)}
 
 

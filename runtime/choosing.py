@@ -1,8 +1,8 @@
 """Choosing: which entries of tuned tables count for a call, in which order, and which specs they give.
 
 `choose` takes a call (a problem, GQA ratio, length, visible keys, rounds, deterministic or not) and the name of a
-device, and gives feasible specs, the best guess first, each with the reason. `choices` gives them with their entries,
-`offers` the entries alone, and `measured` the speed of the entry of the very class.
+device, and gives feasible specs, the best guess first, each with the reason and its entry. `offers` gives the entries
+alone, and `measured` the speed of the entry of the very class.
 
 An entry counts if its problem has the call's element size and agrees with it in all fields but mask, dtype, score and
 alignment. Files count as runtime/tables.py says (`files_for`). Entries of searches for deterministic calls count for
@@ -90,31 +90,6 @@ WIDER = 2  # times as wide may the rows of an entry be that stands in for a head
 # ---- Specs
 
 
-def choose(
-    problem: Problem,
-    group: int,
-    size: int,
-    name: str,
-    places: Iterable[Path] | None = None,
-    *,
-    visible_keys: int = 0,
-    deterministic: bool = False,
-    rounds: int = MANY,
-) -> Iterator[tuple[Spec, str]]:
-    """Feasible specs for `problem` from tuned entries, nearest first, each with the reason.
-
-    group: the GQA ratio, heads_q / heads_kv. size: query rows. name: the device's, as its table has it (`device_name`).
-    places: folders of tables, `folders()` if not given.
-
-    visible_keys: average number of keys that a query sees under the call's mask: 0 if it is unknown, and then it does
-        not matter; negative if a few keys are seen by far more queries than the others.
-    deterministic: the call wants gradients that sum in a fixed order.
-    rounds: `rounds_of` the call.
-    """
-    of = partial(choices, visible_keys=visible_keys, deterministic=deterministic, rounds=rounds)
-    yield from ((choice.spec, choice.reason) for choice in of(problem, group, size, name, places))
-
-
 @dataclass(frozen=True)
 class Choice:
     """A chosen spec, and the reason for it."""
@@ -125,7 +100,7 @@ class Choice:
     converted: bool = False  # to deterministic sums, with which no search has found it
 
 
-def choices(
+def choose(
     problem: Problem,
     group: int,
     size: int,
@@ -136,7 +111,16 @@ def choices(
     deterministic: bool = False,
     rounds: int = MANY,
 ) -> Iterator[Choice]:
-    """As `choose`, each with its entry."""
+    """Feasible specs for `problem` from tuned entries, nearest first, each with the reason and its entry.
+
+    group: the GQA ratio, heads_q / heads_kv. size: query rows. name: the device's, as its table has it (`device_name`).
+    places: folders of tables, `folders()` if not given.
+
+    visible_keys: average number of keys that a query sees under the call's mask: 0 if it is unknown, and then it does
+        not matter; negative if a few keys are seen by far more queries than the others.
+    deterministic: the call wants gradients that sum in a fixed order.
+    rounds: `rounds_of` the call.
+    """
     of = partial(offers, visible_keys=visible_keys, deterministic=deterministic, rounds=rounds)
     for offer in of(problem, group, size, name, places):
         try:
@@ -148,10 +132,10 @@ def choices(
         yield Choice(spread, _reason(offer, spec, spread), offer)
 
 
-def different(chosen: Iterable[tuple[Spec, str]], count: int) -> list[Spec]:
-    """The first `count` specs of `choose` that differ."""
+def different(specs: Iterable[Spec], count: int) -> list[Spec]:
+    """The first `count` of the specs that differ."""
     found: dict[Spec, None] = {}
-    for spec, _ in chosen:
+    for spec in specs:
         found.setdefault(spec)
         if len(found) == count:
             break

@@ -136,7 +136,7 @@ def _offers(
     """What the entries of tables offer, then what the search space does, architecture by architecture."""
     for arch in _by_speed(problem, group, size, target, visible_keys, deterministic):
         there = dataclasses.replace(problem, arch=arch)
-        for choice in choosing.choices(
+        for choice in choosing.choose(
             there,
             group,
             size,

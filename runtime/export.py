@@ -110,7 +110,8 @@ def _offers(problem: Problem, shape: Shape) -> Iterator[tuple[Spec, str]]:
         there = dataclasses.replace(problem, arch=arch)
         tuned = choosing.choose(there, shape.group, shape.rows, here)
         first = ((spec, "first of the search space") for spec in candidates(there))
-        yield from ((spec, reason) for spec, reason in chain(tuned, first) if not needs_amx(spec))
+        of_tables = ((choice.spec, choice.reason) for choice in tuned)
+        yield from ((spec, reason) for spec, reason in chain(of_tables, first) if not needs_amx(spec))
 
 
 def _text_of(path: Path) -> str:

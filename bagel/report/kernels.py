@@ -49,7 +49,7 @@ def compare(run: Run, winner: Variant, case: Case | None) -> Comparison:
 
 def _of_package(spec: Spec, case: Case, device: str) -> Spec | None:
     group = case.heads_q // case.heads_kv
-    offers = choosing.choose(
+    choices = choosing.choose(
         spec.problem,
         group,
         case.seq_q,
@@ -58,7 +58,7 @@ def _of_package(spec: Spec, case: Case, device: str) -> Spec | None:
         visible_keys=case.visible_keys,
         rounds=case.rounds(spec.problem.direction, multiprocessors(device)),
     )
-    return next((chosen for chosen, _ in offers), None)
+    return next((choice.spec for choice in choices), None)
 
 
 def _rendered(spec: Spec | None) -> Source | None:

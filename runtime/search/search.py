@@ -428,7 +428,7 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
         first = [choose_for(problem, group, case.seq_q, target, True, seen, rounds=rounds).spec]
     else:
         choices = choosing.choose(problem, group, case.seq_q, device_name, visible_keys=seen, rounds=rounds)
-        first = choosing.different(choices, NEAR) or specs[:1]
+        first = choosing.different((choice.spec for choice in choices), NEAR) or specs[:1]
     knobs = first[0].to_json()["tuning"]
     if "split_heads" in knobs:
         knobs |= {"split_heads": 1 - knobs["split_heads"]}

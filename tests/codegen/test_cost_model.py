@@ -124,11 +124,11 @@ def test_every_architecture_has_the_models_and_the_challenges_heads() -> None:
 
 def test_measured_entries_come_first() -> None:
     problem = Problem(Direction.FORWARD, Arch.SM89, DType.FLOAT16, 64, Mask.SPANS)
-    reasons = [reason for _, reason in choosing.choose(problem, 7, 8192, "")]
+    reasons = [choice.reason for choice in choosing.choose(problem, 7, 8192, "")]
     assert reasons
     assert all(reason.startswith("modelled, not measured") for reason in reasons)
     hopper = dataclasses.replace(problem, arch=Arch.SM90, head_dim=128)
-    assert all(reason.startswith("tuned as") for _, reason in choosing.choose(hopper, 7, 8192, ""))
+    assert all(choice.reason.startswith("tuned as") for choice in choosing.choose(hopper, 7, 8192, ""))
 
 
 @pytest.mark.nvcc

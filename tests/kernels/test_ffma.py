@@ -36,7 +36,8 @@ def spec_of(tuning: Fp32Forward, arch: Arch, dim: int, mask: Mask, dim_v: int = 
 )
 def test_it_is_chosen_where_tensor_cores_have_no_lead(arch: Arch, lanes: bool) -> None:
     problem = Problem(Direction.FORWARD, arch, DType.FLOAT32, 64, Mask.DENSE)
-    spec, reason = next(choosing.choose(problem, 1, 4096, ""))
+    choice = next(choosing.choose(problem, 1, 4096, ""))
+    spec, reason = choice.spec, choice.reason
     assert isinstance(spec.tuning, Fp32Forward)
     assert (spec.tuning.o_splits == 0) == lanes
     assert reason.startswith("modelled, not measured")

@@ -97,7 +97,7 @@ def test_kernels_found_for_other_head_dims_compile_cleanly(
     specs = []
     for direction, dim in product(Direction, head_dims):
         problem = Problem(direction, Arch.SM90A, DType.BFLOAT16, dim, mask)
-        specs.append(next(choosing.choose(problem, 1, 4096, "NVIDIA H100 80GB HBM3", [tables.PACKAGED]))[0])
+        specs.append(next(choosing.choose(problem, 1, 4096, "NVIDIA H100 80GB HBM3", [tables.PACKAGED])).spec)
     check_hopper(specs, tmp_path)
 
 

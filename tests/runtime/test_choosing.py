@@ -38,7 +38,7 @@ from attnforge.runtime.tables import Tuned
 def chosen(
     problem: Problem, directory: Path, group: int = 7, size: int = 1024, name: str = H200
 ) -> list[Spec]:
-    return [spec for spec, _ in choosing.choose(problem, group, size, name, (directory,))]
+    return [choice.spec for choice in choosing.choose(problem, group, size, name, (directory,))]
 
 
 def test_nearest_length_first(tmp_path: Path) -> None:
@@ -88,14 +88,15 @@ def test_other_hopper_gpus_take_the_nearest_chips_entries(name: str, nearest: st
     )
     for device, tuning in ((H200, first), (OTHER, second)):
         tables.save(device, [Tuned(Spec(PROBLEM, tuning), 7, 1024, 1.0, speeds[device])], tmp_path)
-    (spec, reason), *_ = choosing.choose(PROBLEM, 7, 1024, name, [tmp_path])
+    choice, *_ = choosing.choose(PROBLEM, 7, 1024, name, [tmp_path])
+    spec, reason = choice.spec, choice.reason
     assert spec.tuning == (first if nearest == H200 else second)
     assert reason.endswith("; of another device, not measured on this one")
     offer, *_ = choosing.offers(PROBLEM, 7, 1024, name, [tmp_path])
     parts = dict(zip(choosing.DISTANCES, offer.distance, strict=True))
     assert (parts["speed"], parts["device"] >= 1, parts["shape"]) == (-speeds[nearest], True, 0)
-    (_, reason), *_ = choosing.choose(PROBLEM, 7, 1024, nearest, [tmp_path])
-    assert "another device" not in reason
+    choice, *_ = choosing.choose(PROBLEM, 7, 1024, nearest, [tmp_path])
+    assert "another device" not in choice.reason
 
 
 def test_entries_of_other_kinds_do_not_count(tmp_path: Path) -> None:
@@ -147,8 +148,8 @@ def test_both_head_dims_of_an_entry_that_stands_in_count(tmp_path: Path) -> None
         entry = of_head_dim(head_dim, tuning, dim_v, direction=Direction.BACKWARD)
         tables.save(H200, [entry], tmp_path)
     assert [spec.tuning for spec in chosen(backward, tmp_path)] == [tunings[i] for i in (4, 1, 0, 2)]
-    _, (_, reason), *_ = choosing.choose(backward, 7, 1024, H200, [tmp_path])
-    assert reason.endswith("(nvidia-h200.json); entry of head_dim 192 and 128 of v")
+    _, choice, *_ = choosing.choose(backward, 7, 1024, H200, [tmp_path])
+    assert choice.reason.endswith("(nvidia-h200.json); entry of head_dim 192 and 128 of v")
 
 
 def test_the_first_folder_wins(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_the_first_folder_wins(tmp_path: Path) -> None:
     places = tmp_path / "own", tmp_path / "packaged"
     tables.save(H200, [first], places[0])
     tables.save(H200, [replace(first, spec=second.spec, tflops=900.0)], places[1])
-    assert [spec for spec, _ in choosing.choose(PROBLEM, 7, 1024, H200, places)] == [first.spec]
+    assert [choice.spec for choice in choosing.choose(PROBLEM, 7, 1024, H200, places)] == [first.spec]
     assert tables.known(H200, places) == (first,)
 
 
@@ -296,7 +297,7 @@ def test_the_nearest_ratio_is_the_one_with_the_nearest_quotient(tmp_path: Path) 
     specs = list(islice(candidates(PROBLEM), 2))
     pairs = zip(specs, (1, 8), strict=True)
     tables.save(H200, [Tuned(spec, group, 1024, 1.0, 1.0) for spec, group in pairs], tmp_path)
-    found = [spec for spec, _ in choosing.choose(PROBLEM, 4, 1024, H200, (tmp_path,))]
+    found = [choice.spec for choice in choosing.choose(PROBLEM, 4, 1024, H200, (tmp_path,))]
     assert found == [specs[1], specs[0]]
 
 
@@ -359,7 +360,8 @@ def test_small_backwards_have_more_blocks_that_do_not_wait(
     rounds: int, group: int, expected: dict[str, int], tmp_path: Path
 ) -> None:
     tables.save(H200, [ordered()], tmp_path)
-    spec, reason = next(choosing.choose(BACKWARD, group, 1024, H200, [tmp_path], rounds=rounds))
+    choice = next(choosing.choose(BACKWARD, group, 1024, H200, [tmp_path], rounds=rounds))
+    spec, reason = choice.spec, choice.reason
     assert {name: getattr(spec.tuning, name) for name in expected} == expected
     assert (choosing.FEW_TILES in reason) != expected["deterministic"]
     make_plan(spec)
@@ -368,9 +370,9 @@ def test_small_backwards_have_more_blocks_that_do_not_wait(
 def test_a_small_deterministic_call_keeps_its_order(tmp_path: Path) -> None:
     tables.save(H200, [ordered()], tmp_path)
     of = {"rounds": 0, "deterministic": True}
-    spec, reason = next(choosing.choose(BACKWARD, 7, 1024, H200, [tmp_path], **of))  # type: ignore[arg-type]
-    assert spec == ordered().spec
-    assert choosing.FEW_TILES not in reason
+    choice = next(choosing.choose(BACKWARD, 7, 1024, H200, [tmp_path], **of))  # type: ignore[arg-type]
+    assert choice.spec == ordered().spec
+    assert choosing.FEW_TILES not in choice.reason
 
 
 @pytest.mark.parametrize("group", [1, 7])
@@ -388,7 +390,7 @@ def test_rounds_that_matter_have_all_choices(direction: Direction, group: int, t
 
     def chosen_for(values: Iterable[int]) -> set[Spec]:
         choices = (choosing.choose(call, group, 1024, H200, [tmp_path], rounds=rounds) for rounds in values)
-        return {next(specs)[0] for specs in choices}
+        return {next(found).spec for found in choices}
 
     everything = chosen_for(range(MANY + 1))
     assert {few.spec, many.spec} <= everything

@@ -49,7 +49,8 @@ def test_a_backward_that_stands_in_is_spread_out_and_made_deterministic(
     backward = replace(HOPPER, direction=Direction.BACKWARD)
     tuning = Sm90Backward(64, 128, 3, 2, False, 1, False, False)
     tables.save(H200, [of_head_dim(72, tuning, direction=Direction.BACKWARD)], tmp_path)
-    (spec, reason), *_ = choosing.choose(backward, 7, 1024, H200, rounds=0)
+    choice, *_ = choosing.choose(backward, 7, 1024, H200, rounds=0)
+    spec, reason = choice.spec, choice.reason
     assert spec == Spec(backward, replace(tuning, split_heads=True))
     assert reason.endswith(f"; entry of head_dim 72; {choosing.FEW_TILES}")
     strict = dispatch.choose_for(backward, 7, 1024, dispatch.Target(H200, (Arch.SM90A,)), deterministic=True)
@@ -251,14 +252,15 @@ def test_a_small_call_that_was_searched_gets_its_winner(
     only_tables_of(tmp_path, monkeypatch)
     tables.save(H200, [ordered(), ordered(rounds=0)], tmp_path)
     assert len(tables.load(H200, tmp_path)) == 2
-    spec, reason = next(choosing.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=0))
+    choice = next(choosing.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=0))
+    spec, reason = choice.spec, choice.reason
     assert spec == ordered().spec
     assert "GQA ratio 7, 0 rounds" in reason
     target = dispatch.Target(H200, (Arch.SM90A,))
     assert dispatch.choose_for(BACKWARD, 7, 1024, target, rounds=0).reason == reason
     assert choosing.FEW_TILES not in reason
     strict = choosing.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=1, deterministic=True)
-    assert next(strict)[0] == ordered().spec
+    assert next(strict).spec == ordered().spec
 
 
 def test_nothing_feasible() -> None:

@@ -117,7 +117,7 @@ def tuned(index: int, visible_keys: int, size: int = 36864, tflops: float = 1.0,
 
 
 def best(directory: Path, visible_keys: int, size: int = 36864) -> Spec:
-    return next(choosing.choose(BACKWARD, 7, size, H200, (directory,), visible_keys=visible_keys))[0]
+    return next(choosing.choose(BACKWARD, 7, size, H200, (directory,), visible_keys=visible_keys)).spec
 
 
 def test_entries_carry_it_and_older_ones_are_read(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_order_of_what_matters(tmp_path: Path) -> None:
     assert best(tmp_path, 512, size=20000) == sparse.spec, "short and long are as near"
     for mask in (Mask.FULL, Mask.CAUSAL):
         whole = replace(BACKWARD, mask=mask)
-        assert next(choosing.choose(whole, 7, 36864, H200, (tmp_path,)))[0].tuning == dense.spec.tuning
+        assert next(choosing.choose(whole, 7, 36864, H200, (tmp_path,))).spec.tuning == dense.spec.tuning
     tables.save(H200, [older], tmp_path)
     assert [best(tmp_path, 1 << octave) for octave in (9, 10, 12)] == [sparse.spec, older.spec, dense.spec]
     long = tuned(6, 511, size=1 << 17)
@@ -170,7 +170,7 @@ def test_the_length_says_what_full_and_causal_calls_see(tmp_path: Path) -> None:
         tables.save(H200, entries, tmp_path)
         for mask, near in ((Mask.CAUSAL, half), (Mask.FULL, whole)):
             call = replace(BACKWARD, mask=mask)
-            assert next(choosing.choose(call, 7, 36864, H200, (tmp_path,)))[0].tuning == near.spec.tuning
+            assert next(choosing.choose(call, 7, 36864, H200, (tmp_path,))).spec.tuning == near.spec.tuning
 
 
 def test_of_two_as_near_the_nearer_length_counts(tmp_path: Path) -> None:

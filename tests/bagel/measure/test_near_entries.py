@@ -55,7 +55,7 @@ def test_choices_are_for_what_the_case_is(monkeypatch: pytest.MonkeyPatch) -> No
         return SimpleNamespace(spec=FIRST)
 
     monkeypatch.setattr(Case, "rounds", lambda self, direction: 3 + (direction is Direction.BACKWARD))
-    monkeypatch.setattr(choosing, "choose", lambda *of, **more: iter([(noting(*of, **more).spec, "")]))
+    monkeypatch.setattr(choosing, "choose", lambda *of, **more: iter([noting(*of, **more)]))
     monkeypatch.setattr(dispatch, "choose", noting)
     case = make_case("window:8/96", "6/2/32", DType.FLOAT32, CPU)
     assert case.visible_keys > 0

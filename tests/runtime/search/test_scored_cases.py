@@ -86,9 +86,9 @@ def test_search(tmp_path: Path) -> None:
     assert finished.winner.spec.problem.score == "softcap: 2.0 * tanh(score / 2.0)"
     assert finished.winner.errors["out"][0] < 1e-6
     winners.keep(finished, "dev", {}, tmp_path)
-    (spec, reason), *_ = choosing.choose(finished.winner.spec.problem, 2, 90, "dev", [tmp_path])
-    assert spec == finished.winner.spec
-    assert reason.startswith("tuned as")
+    choice, *_ = choosing.choose(finished.winner.spec.problem, 2, 90, "dev", [tmp_path])
+    assert choice.spec == finished.winner.spec
+    assert choice.reason.startswith("tuned as")
 
 
 def entry(score: str, size: int, number: int) -> Tuned:

@@ -145,7 +145,7 @@ def test_budget_of_variants() -> None:
 @pytest.mark.usefixtures("fakes")
 def test_what_the_tables_run_now_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     late = list(candidates(small_case().problem(FORWARD, Arch.CPU)))[7]
-    monkeypatch.setattr(choosing, "choose", lambda *_, **__: iter([(late, "tuned")]))
+    monkeypatch.setattr(choosing, "choose", lambda *_, **__: iter([choosing.Choice(late, "tuned")]))
     started, measured, _ = run(Budget(variants=3))
     slugs = [event.result.spec.slug for event in measured]
     assert slugs[0] == late.slug
@@ -157,7 +157,9 @@ def test_kernels_of_near_entries_come_next(monkeypatch: pytest.MonkeyPatch) -> N
     """Each once, four at most, then the list without them."""
     space = list(islice(candidates(small_case().problem(FORWARD, Arch.CPU)), 12))
     near = [space[n] for n in (7, 7, 3, 9, 3, 5, 1)]
-    monkeypatch.setattr(choosing, "choose", lambda *_, **__: ((spec, "tuned") for spec in near))
+    monkeypatch.setattr(
+        choosing, "choose", lambda *_, **__: (choosing.Choice(spec, "tuned") for spec in near)
+    )
     first = [space[n] for n in (7, 3, 9, 5)]
     order = engine._with_incumbent(space, small_case(), "dev")
     assert order == [*first, *(spec for spec in space if spec not in first)]
@@ -182,9 +184,9 @@ def test_the_incumbent_is_what_a_call_of_the_case_takes(
 
     def choose(
         problem: object, group: int, size: int, name: str, *, visible_keys: int, rounds: int
-    ) -> Iterator[tuple[Spec, str]]:
+    ) -> Iterator[choosing.Choice]:
         asked.append((group, size, name, visible_keys, rounds))
-        return iter([(space[5], "tuned")])
+        return iter([choosing.Choice(space[5], "tuned")])
 
     monkeypatch.setattr(Case, "rounds", lambda self, direction: 4)
     monkeypatch.setattr(engine, "choose_for", choose_for)
@@ -217,7 +219,7 @@ def test_the_other_owner_of_dk_and_dv_comes_next(
     knobs = plain.to_json() | {"stages": 2} | changes
     first = Spec(problem, make_tuning(problem, knobs))
     make_plan(first)
-    monkeypatch.setattr(choosing, "choose", lambda *_, **__: iter([(first, "tuned")]))
+    monkeypatch.setattr(choosing, "choose", lambda *_, **__: iter([choosing.Choice(first, "tuned")]))
     expected = [first, Spec(problem, make_tuning(problem, knobs | {"split_heads": 1} | twin))]
     order = engine._with_incumbent(space, case, "dev")
     assert order == [*expected, *(spec for spec in space if spec not in expected)]
