@@ -1,8 +1,8 @@
-// attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_u2_v1
+// attnforge_bwd_sm90a_bf16_d160_full_a16_m64_n96_s2_t2_o0_u2
 // Generated from templates/sm90a/backward_wide.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 192 --mask causal --align
-//     16 --set tile_m=64 --set tile_n=96 --set stages=2 --set stages_dout=2
-//     --set deterministic=0 --set dq_of_second=2 --set dq_behind_dv=1
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 160 --mask full --align 16
+//     --set tile_m=64 --set tile_n=96 --set stages=2 --set stages_dout=2
+//     --set deterministic=0 --set dq_of_second=2
 //
 //   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n          96   keys per block, a multiple of 16; each consumer computes S and dP of half of them
@@ -10,7 +10,6 @@
 //   stages_dout      2   shared-memory buffers for dO
 //   deterministic    0   1: blocks add to dQ in a fixed order: the same bits on every run
 //   dq_of_second     2   units of 64 columns of dQ that the consumer of dK computes; 0: balanced
-//   dq_behind_dv     1   1: dQ is issued while dV of the same step may run
 //
 // Attention backward for wide heads: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
 //
@@ -36,7 +35,6 @@
 // A block computes a key tile of one kv head: it visits the query tiles that see it, for every q head of the group.
 // Consumers: two warpgroups. Each computes S and dP of half of the keys and puts P and dS into shared memory, as both
 // need all of them: the first sums dV and computes 64 columns of dQ, the second sums dK and computes 128.
-// The first consumer issues dQ of a step while its dV may still run.
 // Producer warpgroup: its first warp loads K, V, Q, row_stats and dO.
 // The next two issue additions of dQ, one warp for each consumer: a consumer stores dQ to shared memory, from where TMA
 // adds it to dq_accum. So additions do not hold up the consumers.
@@ -90,18 +88,18 @@ struct TensorMaps {
 
 // ---- Specialisation ------------------------------------------------------------------------------------------------
 
-constexpr int kHeadDim = 192;
+constexpr int kHeadDim = 160;
 // A tile is stored in panels of kColumns columns, [panel][row][column], 16-byte chunks swizzled within kSwizzleBytes.
 constexpr int kColumns = 64;
 constexpr int kSwizzleBytes = kColumns * 2;
 constexpr unsigned kSwizzle = 1;  // wgmma's code for it
 constexpr int kPanels = 3;
-constexpr int kMain = kColumns * kPanels;  // columns of a stored row
+constexpr int kMain = kColumns * kPanels;  // columns of a stored row, zeros past head_dim
 constexpr int kRowBytes = kMain * 2;
 constexpr int kSteps = (kHeadDim + 15) / 16;  // k16 steps of wgmma along head_dim
 constexpr int kHeadDimV = kHeadDim;  // columns of V and O
 constexpr int kRowBytesV = kRowBytes;
-constexpr int kMainV = kRowBytesV / 2;  // columns of a stored row of V and dO
+constexpr int kMainV = kRowBytesV / 2;  // columns of a stored row of V and dO, zeros past kHeadDimV
 constexpr int kStepsV = (kHeadDimV + 15) / 16;  // k16 steps of wgmma along head_dim of V
 constexpr int kTileM = 64;  // query rows of a step
 constexpr int kTileN = 96;  // keys of a block
@@ -114,10 +112,9 @@ constexpr int kHalf = kTileN / 2;  // keys of which a consumer computes S and dP
 constexpr int kDqUnit = 64;  // columns of dQ of one product
 constexpr int kDqUnitsOfFirst = 1;  // of the first consumer
 constexpr int kDqUnitsOfSecond = 2;
-// P and dS are stored as [key][query], 16-byte chunks swizzled within rows of 128 bytes. Consumers write dS of a step
-// after both have arrived with that of the step before. By then what takes dS of the step before that is complete: two
-// buffers suffice, without a barrier for empty ones. The buffer of P is empty when the first consumer has arrived at
-// kPRead; its own warps have then waited for dV, which wgmma completes for the warpgroup as a whole.
+// P and dS are stored as [key][query], 16-byte chunks swizzled within rows of 128 bytes. Consumers write those of a
+// step after both have arrived with dS of the step before. By then dV of that step is complete, and so is what takes dS
+// of the step before that: a buffer of P and two of dS suffice, without a barrier for empty ones.
 constexpr int kScoreRowBytes = kTileM * 2;
 constexpr int kScoreBytes = kTileN * kScoreRowBytes;
 constexpr int kBuffersDs = 2;
@@ -157,7 +154,7 @@ constexpr int kSharedBytes = kStagedUnit + 8 * kConsumers;
 static_assert(kSharedBytes == 230544, "the plan of this kernel disagrees");
 
 // Named barriers; 0 is __syncthreads.
-enum NamedBarrier { kPStored = 1, kDsStored = 2, kStoreOfFirst = 3, kPRead = 5 };
+enum NamedBarrier { kPStored = 1, kDsStored = 2, kStoreOfFirst = 3 };
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -388,33 +385,24 @@ __device__ __forceinline__ void wgmma_dq(float (&d)[kDqUnit / 2], unsigned long 
     // clang-format on
 }
 
-// ---- Mask: causal --------------------------------------------------------------------------------------------------
+// ---- Mask: full ----------------------------------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
-    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
-}
+// Is key `key` visible to query `query`?
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
 
 // The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
     return rank;
 }
 
-// The first query tile that sees key tile `tile`.
-__device__ __forceinline__ int first_visit(const Params& p, int tile) {
-    return min(p.tiles_m, max(0, tile * kTileN - (p.seq_k - p.seq_q)) / kTileM);
-}
-
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_m - first_visit(p, tile);
+    return p.tiles_m;
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    const int query_tile = first_visit(p, tile) + index;
-    const int keys = min(p.seq_k, query_tile * kTileM + 1 + p.seq_k - p.seq_q);
-    return query_tile * 2 + ((tile + 1) * kTileN > keys);
+    return index * 2 + ((tile + 1) * kTileN > p.seq_k);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
@@ -460,7 +448,10 @@ __device__ __forceinline__ constexpr int step_at(int step, int rows) {
 // Thread: start copying `rows` rows of a head, from `row` on, to a tile.
 __device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
                                           int batch, int rows) {
-    tma_load(tile, map, barrier, 0, row, 0, head, batch);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+        tma_load(tile + panel * rows * kSwizzleBytes, map, barrier, panel * kColumns, row, 0, head, batch);
+    }
 }
 
 // ---- Work ----------------------------------------------------------------------------------------------------------
@@ -513,6 +504,11 @@ __device__ __forceinline__ int thread() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
+}
+
+// How many of `count` columns of dQ from `first` on belong to head_dim; others are zeros, which are not added.
+__device__ __forceinline__ int columns_inside(int first, int count) {
+    return kHeadDim - first < count ? kHeadDim - first : count;
 }
 
 // Block: zeros in its rows of dK or dV, which begin at `key0`, as no query sees these keys.
@@ -588,7 +584,8 @@ __device__ __forceinline__ void add_staged_dq(const Params& p, unsigned base) {
         const int staged = load_int(base + kStagedUnit + kGroup * 8);
         float* sums = p.dq_accum + static_cast<long long>(staged >> 1) * (kTileM * kDqUnit);
         more = staged & 1;
-        bulk_reduce(sums, base + kOffsetStagedDq + kGroup * kStagedBytes, kStagedBytes);
+        const int columns = columns_inside((staged >> 1) % kPanels * kDqUnit, kStagedColumns);
+        bulk_reduce(sums, base + kOffsetStagedDq + kGroup * kStagedBytes, columns * kTileM * 4);
         tma_store_commit();
         tma_store_wait();  // it has been read
         barrier_arrive(base + kEmptyDq + kGroup * 8);
@@ -665,11 +662,12 @@ __device__ __forceinline__ void store_transposed(unsigned tile, const float (&x)
 
 // Warpgroup: add 64 columns of dQ to their sums, in fragment order: [4 elements' index][thread][4 elements].
 // Staged columns come first; TMA adds them.
-__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[kDqUnit / 2]) {
+__device__ __forceinline__ void add_dq(float* sums, const float (&dq)[kDqUnit / 2], int columns) {
 #pragma unroll
     for (int i = kStagedColumns / 2; i < kDqUnit / 2; i += 4) {
-        float* target = sums + i * 128 + thread() % 128 * 4;
-        add_to(target, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+        if (i * 2 < columns) {
+            add_to(sums + i * 128 + thread() % 128 * 4, dq[i], dq[i + 1], dq[i + 2], dq[i + 3]);
+        }
     }
 }
 
@@ -710,16 +708,19 @@ struct Consumer {
         accumulator_fence(s);
         long long plane = first_plane(p, work);
         int index = 0;  // of the visit
-        // dV may still run when scores() returns, but not from one iteration to the next: ptxas would serialise
-        // all products.
 #pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
-            scores(step, work.tile * kTileN);
-            products(step, step + 1 < steps, plane);
-            if (++index == work.visits) {
-                index = 0;
-                ++plane;
+        for (int step = 0;; ++step) {
+            if (step > 0) {
+                products(step - 1, step < steps, plane);
+                if (++index == work.visits) {
+                    index = 0;
+                    ++plane;
+                }
             }
+            if (step == steps) {
+                break;
+            }
+            scores(step, work.tile * kTileN);
         }
         epilogue(work_of(p, blockIdx.x));  // anew: in registers for so long it would make ptxas spill
     }
@@ -741,9 +742,6 @@ struct Consumer {
         wgmma_fence();
         start_scores<kStepsV>(dp, dout, base + kOffsetV + kGroup * kHalf * kSwizzleBytes);
         softmax(key0);
-        if (kOfKeys && step > 0) {
-            named_sync(kPRead, kConsumers * 128);
-        }
         store_transposed(base + kOffsetP + kGroup * kHalf * kScoreRowBytes, s, 1.0f);
         if constexpr (kOfKeys) {
             named_arrive(kPStored, kConsumers * 128);
@@ -765,6 +763,8 @@ struct Consumer {
             arrive(empty_do);  // stmatrix has joined the warp
         } else {
             arrive(empty_q);
+            wgmma_wait<0>();  // dV is complete
+            arrive(empty_do);
         }
     }
 
@@ -784,9 +784,6 @@ struct Consumer {
         for (int unit = 0; unit < kUnits; ++unit) {
             wgmma_fence();
             start_dq(dq, ds_tile, k_panel + unit * kTileN * kSwizzleBytes);
-            if (!kOfKeys && unit == 0) {
-                finish_dv(more);
-            }
             if (unit > 0) {
                 wgmma_wait<0>();
             } else if constexpr (kOfKeys) {
@@ -800,7 +797,7 @@ struct Consumer {
                 next_s(more);
             }
             stage_dq(dq_sums + unit * kTileM * kDqUnit, dq, step * kUnits + unit, more || unit < kUnits - 1);
-            add_dq(dq_sums + unit * kTileM * kDqUnit, dq);
+            add_dq(dq_sums + unit * kTileM * kDqUnit, dq, columns_inside((kFirstUnit + unit) * kDqUnit, kDqUnit));
         }
         if constexpr (kUnits == 0) {
             if constexpr (kOfKeys) {
@@ -815,15 +812,6 @@ struct Consumer {
         }
         wgmma_wait<0>();
         accumulator_fence(s);
-    }
-
-    // First consumer: wait until dV of this step is complete, but not dQ. Then P and dO have been read.
-    __device__ __forceinline__ void finish_dv(bool more) {
-        wgmma_wait<1>();
-        arrive(base + kEmptyDo + (do_ring.stage == 0 ? kStagesDo - 1 : do_ring.stage - 1) * 8);
-        if (more) {
-            named_arrive(kPRead, kConsumers * 128);
-        }
     }
 
     // Stage columns of a unit of dQ, once TMA has read those of the unit before. `sums`: the unit's place in dq_accum;
@@ -890,7 +878,11 @@ struct Consumer {
         named_sync(kStoreOfFirst + kGroup, 128);
         if (thread() % 128 == 0) {
             proxy_fence();
-            tma_store(kOfKeys ? maps.dk : maps.dv, tile, 0, key0, 0, work.head_kv, work.batch);
+#pragma unroll
+            for (int panel = 0; panel < kBlocks; ++panel) {
+                tma_store(kOfKeys ? maps.dk : maps.dv, tile + panel * kTileN * kSwizzleBytes, panel * kColumns, key0, 0,
+                          work.head_kv, work.batch);
+            }
             tma_store_commit();
             tma_store_wait();
         }
@@ -955,7 +947,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_u2_v1_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d160_full_a16_m64_n96_s2_t2_o0_u2_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 32;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -998,7 +990,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_u2_v1_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d160_full_a16_m64_n96_s2_t2_o0_u2_postprocess(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1035,7 +1027,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
 
 // Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d192_causal_a16_m64_n96_s2_t2_o0_u2_v1(
+attnforge_bwd_sm90a_bf16_d160_full_a16_m64_n96_s2_t2_o0_u2(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);

@@ -1,15 +1,15 @@
-// attnforge_bwd_sm90a_bf16_d160_full_a16_m64_n96_s2_t2_o0_w2_v1
+// attnforge_bwd_sm90a_bf16_d160_causal_a16_m64_n96_s2_t2_o0_b24_v1
 // Generated from templates/sm90a/backward_wide.cu.jinja; do not edit.
-// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 160 --mask full --align 16
-//     --set tile_m=64 --set tile_n=96 --set stages=2 --set stages_dout=2
-//     --set deterministic=0 --set loaders=2 --set dq_behind_dv=1
+// Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 160 --mask causal --align
+//     16 --set tile_m=64 --set tile_n=96 --set stages=2 --set stages_dout=2
+//     --set deterministic=0 --set cache_mb=24 --set dq_behind_dv=1
 //
 //   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n          96   keys per block, a multiple of 16; each consumer computes S and dP of half of them
 //   stages           2   shared-memory buffers for Q
 //   stages_dout      2   shared-memory buffers for dO
 //   deterministic    0   1: blocks add to dQ in a fixed order: the same bits on every run
-//   loaders          2   warps that load, 1 or 2: the second one loads dO
+//   cache_mb        24   MiB of the L2 cache for the operands of a section of heads
 //   dq_behind_dv     1   1: dQ is issued while dV of the same step may run
 //
 // Attention backward for wide heads: dQ, dK and dV from Q, K, V, O, dO and the forward's lse.
@@ -37,7 +37,7 @@
 // Consumers: two warpgroups. Each computes S and dP of half of the keys and puts P and dS into shared memory, as both
 // need all of them: the first sums dV and computes 128 columns of dQ, the second sums dK and computes 64.
 // The first consumer issues dQ of a step while its dV may still run.
-// Producer warpgroup: its first warp loads K, V, Q and row_stats, the last one dO.
+// Producer warpgroup: its first warp loads K, V, Q, row_stats and dO.
 // The next two issue additions of dQ, one warp for each consumer: a consumer stores dQ to shared memory, from where TMA
 // adds it to dq_accum. So additions do not hold up the consumers.
 // Shared memory has room for 40 of each 64 columns. Consumers add the others from registers.
@@ -47,7 +47,7 @@
 // Programmatic dependent launch: all but _preprocess may start while the kernel before them runs. Each of their blocks
 // calls griddepcontrol_wait, on every path, before it touches what any of these kernels writes. _preprocess starts
 // after everything before it in the stream, so inputs, mask and schedule may be read without a wait. A block of the
-// main kernel lets _postprocess start after its last load of Q.
+// main kernel lets _postprocess start after its last load.
 
 typedef unsigned short element;  // bf16, only ever moved as bits
 
@@ -388,31 +388,40 @@ __device__ __forceinline__ void wgmma_dq(float (&d)[kDqUnit / 2], unsigned long 
     // clang-format on
 }
 
-// ---- Mask: full ----------------------------------------------------------------------------------------------------
+// ---- Mask: causal --------------------------------------------------------------------------------------------------
 
-// Is key `key` visible to query `query`?
-__device__ __forceinline__ bool visible(const Params& p, int query, int key) { return key < p.seq_k; }
+// Is key `key` visible to query `query`? Bottom-right aligned: the last query sees the last key.
+__device__ __forceinline__ bool visible(const Params& p, int query, int key) {
+    return key < min(p.seq_k, query + 1 + p.seq_k - p.seq_q);
+}
 
 // The key tile of the block with this rank; tiles with most work have the lowest rank.
 __device__ __forceinline__ int owned_tile(const Params& p, int rank) {
     return rank;
 }
 
+// The first query tile that sees key tile `tile`.
+__device__ __forceinline__ int first_visit(const Params& p, int tile) {
+    return min(p.tiles_m, max(0, tile * kTileN - (p.seq_k - p.seq_q)) / kTileM);
+}
+
 // How many query tiles key tile `tile` visits.
 __device__ __forceinline__ int visits(const Params& p, int tile) {
-    return p.tiles_m;
+    return p.tiles_m - first_visit(p, tile);
 }
 
 // Visit number `index`: query tile * 2 + (1 if some of its pairs are hidden).
 __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
-    return index * 2 + ((tile + 1) * kTileN > p.seq_k);
+    const int query_tile = first_visit(p, tile) + index;
+    const int keys = min(p.seq_k, query_tile * kTileM + 1 + p.seq_k - p.seq_q);
+    return query_tile * 2 + ((tile + 1) * kTileN > keys);
 }
 
 // ---- Order of the work ---------------------------------------------------------------------------------------------
 
 // Bytes of the L2 cache that Q, dO and the sums of dQ of a section of heads may take.
 // The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
-constexpr long long kCacheBytes = 16 << 20;
+constexpr long long kCacheBytes = 24 << 20;
 
 // Which tile of which head; rank 0 is the tile with most work.
 struct Place {
@@ -528,7 +537,7 @@ __device__ __forceinline__ void store_no_dkv(const TensorRef& tensor, const Para
 
 // ---- Producer ------------------------------------------------------------------------------------------------------
 
-// Warp 0: load K and V, then for each step Q, row_stats and the visit. Only lane 0, the leader, issues.
+// Warp: load K and V, then for each step Q, row_stats, the visit and dO. Only lane 0, the leader, issues.
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
     const bool leader = threadIdx.x % 32 == 0;
     if (leader) {
@@ -537,7 +546,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
                   kTileN);
     }
     griddepcontrol_wait();  // for row_stats; nothing is added to dQ before consumers have these
-    Ring q_ring = {0, 1};  // fresh barriers count as empty
+    Ring q_ring = {0, 1}, do_ring = {0, 1};  // fresh barriers count as empty
     for (int h = 0; h < work.heads; ++h) {
         const int head = work.first_head + h;
         const float* row_stats = p.delta + (first_plane(p, work) + h) * p.padded_q * kRowStatsFloats;
@@ -561,20 +570,6 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
                 }
             }
             q_ring.advance(kStagesQ);
-        }
-    }
-    griddepcontrol_launch_dependents();
-}
-
-// Warp 3: load dO of each step. Only lane 0, the leader, issues.
-__device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& maps, unsigned base, const Work& work) {
-    const bool leader = threadIdx.x % 32 == 0;
-    Ring do_ring = {0, 1};
-    for (int h = 0; h < work.heads; ++h) {
-        const int head = work.first_head + h;
-#pragma unroll 1
-        for (int i = 0; i < work.visits; ++i) {
-            const int query0 = (visit_of(p, work, i) >> 1) * kTileM;
             const unsigned full_do = base + kFullDo + do_ring.stage * 8;
             barrier_wait(base + kEmptyDo + do_ring.stage * 8, do_ring.phase);
             if (leader) {
@@ -585,6 +580,7 @@ __device__ __forceinline__ void produce_dout(const Params& p, const TensorMaps& 
             do_ring.advance(kStagesDo);
         }
     }
+    griddepcontrol_launch_dependents();
 }
 
 // Warp: have TMA add what consumer `kGroup` stages to dq_accum, up to its last unit. Only lane 0 takes part. The
@@ -973,7 +969,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d160_full_a16_m64_n96_s2_t2_o0_w2_v1_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d160_causal_a16_m64_n96_s2_t2_o0_b24_v1_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 32;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1016,7 +1012,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d160_full_a16_m64_n96_s2_t2_o0_w2_v1_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d160_causal_a16_m64_n96_s2_t2_o0_b24_v1_postprocess(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
     const int batch = blockIdx.x / p.heads_q % p.batch;
@@ -1053,7 +1049,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
 
 // Grid: tiles_n x batch x heads_kv blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d160_full_a16_m64_n96_s2_t2_o0_w2_v1(
+attnforge_bwd_sm90a_bf16_d160_causal_a16_m64_n96_s2_t2_o0_b24_v1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
@@ -1081,9 +1077,6 @@ attnforge_bwd_sm90a_bf16_d160_full_a16_m64_n96_s2_t2_o0_w2_v1(
             add_staged_dq<0>(p, base);
         } else if (warp == 2) {
             add_staged_dq<1>(p, base);
-        }
-        if (threadIdx.x >= 96) {
-            produce_dout(p, maps, base, work);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
