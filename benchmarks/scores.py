@@ -4,8 +4,9 @@
 
 "softcap 50" has all scores of standard normal inputs within the cap, where tanh is a polynomial; "softcap 0.5" has
 tiles beyond it, which take the general tanh; "approximate" takes the hardware's. "bias" is a tensor (Sq, Sk), the same
-for all heads and batch entries. "learned" also computes the gradient of the table, the bias or the sinks. "share" is
-the time of plain attention over the line's. `--peers` adds
+for all heads and batch entries. "learned" also computes the gradient of the table, the bias or the sinks,
+"deterministic" all gradients in a fixed order, without peers. "share" is the time of plain attention over the line's.
+`--peers` adds
 
     flex    FlexAttention with the same score, compiled for each; sinks by its lse, gradients by captured tensors
     fa3     FlashAttention-3 with its softcap
@@ -64,6 +65,7 @@ class Contestant:
     softcap: float | None = 0.0  # of the same score in FlashAttention, 0 for none; None: it has no such score
     cute: str = ""  # the function of benchmarks/fa4_scores.py that is the same score
     reads: tuple[Tensor, ...] = ()  # by that function
+    deterministic: bool = False
 
 
 def contestants(case: Case) -> dict[str, Contestant]:
@@ -79,7 +81,7 @@ def contestants(case: Case) -> dict[str, Contestant]:
     def capped(limit: float, approximate: bool = False) -> Contestant:
         return Contestant(scores.softcap(limit, approximate=approximate), cap(limit), softcap=limit)
 
-    return {
+    found = {
         "plain": Contestant(None, None),
         "softcap 50": capped(50.0),
         "softcap 50, approximate": capped(50.0, approximate=True),
@@ -94,6 +96,11 @@ def contestants(case: Case) -> dict[str, Contestant]:
         **biases(case),
         "sinks": Contestant(None, None, sinks),
         "sinks, learned": Contestant(None, None, learned, learned=(learned,)),
+    }
+    return found | {
+        f"{name}, deterministic": replace(one, deterministic=True)
+        for name, one in found.items()
+        if name == "plain" or one.learned
     }
 
 
@@ -126,7 +133,9 @@ def ours(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) 
 
     def forward(index: int) -> Tensor:
         x = sets[index]
-        return attnforge.attention(x.q, x.k, x.v, case.mask, score=one.score, sinks=one.sinks)
+        return attnforge.attention(
+            x.q, x.k, x.v, case.mask, score=one.score, sinks=one.sinks, deterministic=one.deterministic
+        )
 
     return _timed(forward, direction, sets, one.learned)
 
@@ -298,7 +307,7 @@ def calls_of(
     for name, one in known.items():
         calls[name] = ours(case, one, direction, sets)
         expected = calls[name](0)
-        for peer in names:
+        for peer in () if one.deterministic else names:
             try:
                 with peers.memory_freed(case.device), peers.as_unavailable():
                     call = PEERS[peer](case, one, direction, sets)
@@ -320,6 +329,8 @@ def measure(case: Case, direction: Direction, args: argparse.Namespace) -> list[
     known = contestants(case)
     if args.scores:
         known = {name: known[name] for name in ("plain", *args.scores)}
+    if direction is Direction.FORWARD:  # always deterministic
+        known = {name: one for name, one in known.items() if not one.deterministic}
     calls = calls_of(case, known, direction, sets, args.peers)
     times = measure_interleaved(
         calls, [(i,) for i in range(len(sets))], device, Effort(seconds=args.seconds, warmups=2)
