@@ -1,0 +1,200 @@
+"""Masks that share a class of the tuned tables: what the class's one kernel costs each, and which one costs least.
+
+    python benchmarks/shared_classes.py [--heads 28/4/128 ...] [--lengths 8192 ...] [--markdown FILE] [--json FILE]
+    python benchmarks/shared_classes.py --part 0/2 --table-out DIR        # on one of two GPUs
+
+A class tells masks apart by the average number of keys that a query sees, not by how uneven they are: a window of 4,096
+keys and documents of 8,192 tokens are of one class. For each length and octave of visible keys this times a window,
+causal documents, and documents that see themselves whole ("images"), and with `--packs` packs of their class, with the
+kernels of the nearest entries of all of them, interleaved. "loss" is the time of a kernel over that of the fastest one
+of the same call. A class's kernel is the one with the smallest largest loss.
+
+`--table-out` writes an entry for each class whose largest loss it lowers by `--least`; the kernel is verified first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from attnforge.bagel.measure.bench import machine
+from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.packing import PackedMask
+from attnforge.benchmarks import near_entries
+from attnforge.benchmarks.goals import part_of
+from attnforge.benchmarks.near_entries import CHOSEN, Job, Measured
+from attnforge.codegen.spec import Direction, DType
+from attnforge.runtime.search.case import Case
+
+HEADS = ("28/4/128", "32/8/128", "16/16/128", "14/2/64", "8/8/64")
+LENGTHS = (8192, 16384, 32768, 65536)
+PACKS = ("pretrain/0", "vlm_only/0", "edit_only/0", "finetune/0", "t2i_lowres/0", "documents/0", "images/0")
+OCTAVES = range(8, 14)  # of visible keys
+MIDDLE = 1.4  # of an octave
+LEAST_DOCUMENTS = 3
+HEAD = ("class", "call", "chosen", "loss", "class's kernel", "loss")
+
+
+# ---- Calls
+
+
+def packed(name: str, visible: float, like: Case) -> Case:
+    """Documents or images of half to one and a half times their mean length, in which a query sees `visible` keys."""
+    length = like.seq_q
+    spread = 1 + 1 / 12  # E[n^2] / E[n]^2 of lengths n
+    mean = visible / spread * (2 if name == "documents" else 1)
+    draw = random.Random(0)
+    lengths: list[int] = []
+    while (left := length - sum(lengths)) > 0:
+        lengths.append(min(left, round(draw.uniform(0.5, 1.5) * mean)))
+    mask = PackedMask(
+        lengths, lengths, ["causal" if name == "documents" else "full"] * len(lengths), like.device
+    )
+    heads = like.name.split()[-1]
+    return replace(like, name=f"{name}:{round(mean)}/{length} {heads}", mask=mask, pairs=mask.pairs)
+
+
+def calls_of(heads: str, length: int, dtype: DType, device: torch.device) -> Iterator[Case]:
+    """A window, documents and images in the middle of each octave that leaves several documents."""
+    for octave in OCTAVES:
+        visible = MIDDLE * 2**octave
+        if length < LEAST_DOCUMENTS * 2 * visible:
+            return
+        window = make_case(f"window:{round(visible)}/{length}", heads, dtype, device)
+        yield window
+        yield from (packed(name, visible, window) for name in ("documents", "images"))
+
+
+def classes_of(args: argparse.Namespace) -> list[list[Job]]:
+    """Calls by their class, each with the kernels of the nearest entries of all calls of its class."""
+    device, dtype = torch.device(args.device), DType(args.dtype)
+    cases = [
+        case
+        for heads, length in product(args.heads, args.lengths)
+        for case in calls_of(heads, length, dtype, device)
+    ]
+    cases += [make_case(pack, heads, dtype, device) for heads, pack in product(args.heads, args.packs)]
+    found: dict[tuple[object, ...], list[Job]] = defaultdict(list)
+    for case, way in product(cases, Direction):
+        job = near_entries.job_of(case, way, args.entries)
+        found[class_of(job)].append(job)
+    part, parts = args.part
+    shared = [jobs for jobs in found.values() if len(jobs) > 1][part::parts]
+    return [[replace(job, specs=_all_specs(jobs)) for job in jobs] for jobs in shared]
+
+
+def class_of(job: Job) -> tuple[object, ...]:
+    """As `tables.Tuned.cls` tells calls apart."""
+    case, way = job.case, job.direction
+    octaves = case.seq_q.bit_length() - 1, case.visible_keys.bit_length() - 1
+    group = case.heads_q // case.heads_kv
+    return way.value, case.head_dim, case.head_dim_v, group, *octaves, case.rounds(way)
+
+
+def _all_specs(jobs: list[Job]) -> dict[str, near_entries.Spec]:
+    return {slug: spec for job in jobs for slug, spec in job.specs.items()}
+
+
+# ---- Losses
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The timings of a class, and what follows from them."""
+
+    found: list[Measured]
+
+    def loss(self, one: Measured, slug: str) -> float:
+        times = {name: timing.median for name, timing in one.first.items()}
+        return times[slug] / min(times.values())
+
+    def worst(self, slug: str) -> float:
+        """The largest loss of a kernel."""
+        return max(self.loss(one, slug) for one in self.found)
+
+    @property
+    def best(self) -> str:
+        """The kernel with the smallest largest loss."""
+        return min(self.found[0].job.specs, key=self.worst)
+
+    @property
+    def gain(self) -> float:
+        """The largest loss of what is chosen now over that of the best kernel."""
+        return self.worst(CHOSEN) / self.worst(self.best)
+
+    def rows(self) -> Iterator[str]:
+        job = self.found[0].job
+        head = " ".join(str(part) for part in class_of(job))
+        for one in self.found:
+            chosen, best = (f"{self.loss(one, name):.3f}" for name in (CHOSEN, self.best))
+            yield markdown_row((head, one.job.case.name, one.job.chosen, chosen, self.best, best))
+
+    def log(self) -> Iterator[str]:
+        for one in self.found:
+            times = {slug: timing.median for slug, timing in one.first.items()}
+            job = one.job
+            facts = {"class": class_of(job), "case": job.case.name, "visible_keys": job.case.visible_keys}
+            yield json.dumps(facts | {"chosen": job.chosen, "ms": times})
+
+    def save(self, args: argparse.Namespace) -> str:
+        """Write the entry of the class, with the call that loses most now; returns what it is."""
+        loser = max(self.found, key=lambda one: self.loss(one, CHOSEN))
+        again = {CHOSEN: loser.first[CHOSEN], self.best: loser.first[self.best]}
+        only = Measured(loser.job, {self.best: loser.first[self.best]}, again)
+        return near_entries.save(only, argparse.Namespace(**vars(args) | {"least": 0.0}))
+
+
+def arguments(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Masks that share a class of the tuned tables.")
+    parser.add_argument("--heads", nargs="+", default=HEADS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--packs", nargs="*", default=PACKS, metavar="PACK")
+    parser.add_argument(
+        "--part", type=part_of, default=(0, 1), metavar="I/N", help="of N shares of the classes"
+    )
+    parser.add_argument("--entries", type=int, default=4, help="kernels that each call brings, at most")
+    parser.add_argument("--dtype", choices=[dtype.value for dtype in DType], default="bf16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=0.01, help="of timed calls of each kernel")
+    parser.add_argument("--jobs", type=int, default=15, help="compilers at a time")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
+    parser.add_argument("--json", type=Path, help="write all times to this file, a line a call")
+    parser.add_argument("--table-out", type=Path, metavar="DIR", help="write entries to the table there")
+    parser.add_argument("--least", type=float, default=1.02, help="gain from which an entry is written")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    args = arguments(words)
+    with near_entries.tables.unchanged():
+        classes = classes_of(args)
+    near_entries.compile_all([job for jobs in classes for job in jobs], args)
+    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    lines = [facts, "", *markdown_head(HEAD)]
+    print("\n".join(lines), flush=True)
+    measured = []
+    for jobs in classes:
+        measured.append(Shared([near_entries.measure(job, args) for job in jobs]))
+        lines += measured[-1].rows()
+        print("\n".join(lines[-len(jobs) :]), flush=True)
+    if args.markdown:
+        args.markdown.write_text("\n".join((*lines, "")))
+    if args.json:
+        args.json.write_text("".join(f"{line}\n" for shared in measured for line in shared.log()))
+    if args.table_out:  # last: calls must not take the entries of calls before
+        for shared in measured:
+            if shared.gain >= args.least:
+                print(f"{class_of(shared.found[0].job)}: {shared.save(args)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
