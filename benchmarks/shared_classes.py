@@ -7,9 +7,11 @@ A class tells masks apart by the average number of keys that a query sees, not b
 keys and documents of 8,192 tokens are of one class. For each length and octave of visible keys this times a window,
 causal documents, and documents that see themselves whole ("images"), and with `--packs` packs of their class, with the
 kernels of the nearest entries of all of them, interleaved. "loss" is the time of a kernel over that of the fastest one
-of the same call. A class's kernel is the one with the smallest largest loss.
+of the same call. A class's kernel is what dispatch chooses now, unless another one lowers the largest loss by
+`--least`; then it is the one with the smallest largest loss.
 
-`--table-out` writes an entry for each class whose largest loss it lowers by `--least`; the kernel is verified first.
+`--table-out` writes an entry of each class, also where nothing changes, so that an entry of another class does not
+displace it. The kernel is verified first, as a search does.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def classes_of(args: argparse.Namespace) -> list[list[Job]]:
         job = near_entries.job_of(case, way, args.entries)
         found[class_of(job)].append(job)
     part, parts = args.part
-    shared = [jobs for jobs in found.values() if len(jobs) > 1][part::parts]
+    shared = [jobs for jobs in found.values() if len(jobs) > 1 and _all_specs(jobs)][part::parts]
     return [[replace(job, specs=_all_specs(jobs)) for job in jobs] for jobs in shared]
 
 
@@ -112,6 +114,7 @@ class Shared:
     """The timings of a class, and what follows from them."""
 
     found: list[Measured]
+    least: float
 
     def loss(self, one: Measured, slug: str) -> float:
         times = {name: timing.median for name, timing in one.first.items()}
@@ -122,21 +125,19 @@ class Shared:
         return max(self.loss(one, slug) for one in self.found)
 
     @property
-    def best(self) -> str:
-        """The kernel with the smallest largest loss."""
-        return min(self.found[0].job.specs, key=self.worst)
-
-    @property
-    def gain(self) -> float:
-        """The largest loss of what is chosen now over that of the best kernel."""
-        return self.worst(CHOSEN) / self.worst(self.best)
+    def kernel(self) -> str:
+        """The class's: what is chosen now, or the one with the smallest largest loss."""
+        job = self.found[0].job
+        best = min(job.specs, key=self.worst)
+        gains = self.worst(CHOSEN) >= self.least * self.worst(best)
+        return best if gains or job.chosen not in job.specs else job.chosen
 
     def rows(self) -> Iterator[str]:
         job = self.found[0].job
         head = " ".join(str(part) for part in class_of(job))
         for one in self.found:
-            chosen, best = (f"{self.loss(one, name):.3f}" for name in (CHOSEN, self.best))
-            yield markdown_row((head, one.job.case.name, one.job.chosen, chosen, self.best, best))
+            now, then = (f"{self.loss(one, name):.3f}" for name in (CHOSEN, self.kernel))
+            yield markdown_row((head, one.job.case.name, one.job.chosen, now, self.kernel, then))
 
     def log(self) -> Iterator[str]:
         for one in self.found:
@@ -148,8 +149,8 @@ class Shared:
     def save(self, args: argparse.Namespace) -> str:
         """Write the entry of the class, with the call that loses most now; returns what it is."""
         loser = max(self.found, key=lambda one: self.loss(one, CHOSEN))
-        again = {CHOSEN: loser.first[CHOSEN], self.best: loser.first[self.best]}
-        only = Measured(loser.job, {self.best: loser.first[self.best]}, again)
+        times = {name: loser.first[name] for name in (CHOSEN, self.kernel)}
+        only = Measured(loser.job, {self.kernel: times[self.kernel]}, times)
         return near_entries.save(only, argparse.Namespace(**vars(args) | {"least": 0.0}))
 
 
@@ -169,7 +170,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")
     parser.add_argument("--json", type=Path, help="write all times to this file, a line a call")
     parser.add_argument("--table-out", type=Path, metavar="DIR", help="write entries to the table there")
-    parser.add_argument("--least", type=float, default=1.02, help="gain from which an entry is written")
+    parser.add_argument("--least", type=float, default=1.015, help="gain from which the kernel changes")
     return parser.parse_args(words)
 
 
@@ -183,7 +184,7 @@ def main(words: list[str] | None = None) -> None:
     print("\n".join(lines), flush=True)
     measured = []
     for jobs in classes:
-        measured.append(Shared([near_entries.measure(job, args) for job in jobs]))
+        measured.append(Shared([near_entries.measure(job, args) for job in jobs], args.least))
         lines += measured[-1].rows()
         print("\n".join(lines[-len(jobs) :]), flush=True)
     if args.markdown:
@@ -192,8 +193,7 @@ def main(words: list[str] | None = None) -> None:
         args.json.write_text("".join(f"{line}\n" for shared in measured for line in shared.log()))
     if args.table_out:  # last: calls must not take the entries of calls before
         for shared in measured:
-            if shared.gain >= args.least:
-                print(f"{class_of(shared.found[0].job)}: {shared.save(args)}", flush=True)
+            print(f"{class_of(shared.found[0].job)}: {shared.save(args)}", flush=True)
 
 
 if __name__ == "__main__":
