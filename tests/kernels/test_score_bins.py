@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import struct
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -18,9 +19,9 @@ from emulator import FLAGS, PARTS
 from torch import Tensor
 
 from attnforge.codegen import params
-from attnforge.codegen.render import render_text
+from attnforge.codegen.render import render, render_text
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.space import deterministic_candidates
+from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 
 CALLS = """
@@ -144,6 +145,36 @@ def test_a_word_takes_many_additions(summed: Sum) -> None:
     part = (2.0**24 - 1) * 2.0**-21  # its lower bits end where a word does
     assert summed([part] * 9999) == rounded(9999 * Fraction(part))
     assert summed([-part] * 9999) == rounded(-9999 * Fraction(part))
+
+
+# ---- Floats, where the order of additions may be any
+
+ALL_THREADS = """
+extern "C" void add_ones(const Params* p, const volatile long long* place, int times) {
+#pragma omp parallel num_threads(4)
+    {
+#pragma omp barrier  // all of them begin
+        for (int i = 0; i < times; ++i) {
+            add_to_gradient(p->dscore0, *place, 1.0f);
+        }
+    }
+}
+"""
+
+
+def test_no_addition_of_a_thread_on_the_cpu_is_lost(tmp_path: Path) -> None:
+    score = ScoreMod("bias(t0: float32[1] grad): score + t0[h]")
+    problem = Problem(Direction.BACKWARD, Arch.CPU, DType.FLOAT32, 16, Mask.FULL, score=score)
+    source = next(found for found in map(render, candidates(problem)) if not found.plan.score_bins)
+    function = re.search(r"^static inline void add_to_gradient.*?^}\n", source.text, re.MULTILINE | re.DOTALL)
+    assert function
+    path = tmp_path / "floats.cpp"
+    path.write_text(params.struct(("dscore0",)) + "\n" + function.group() + ALL_THREADS)
+    library = gxx.library(path, *CPU_FLAGS)
+    sums, times = torch.zeros(3), 1 << 21
+    place = ctypes.c_longlong(1)
+    library.add_ones(ctypes.byref(ScoreRef.of(sums)), ctypes.byref(place), times)
+    assert sums.tolist() == [0, 4 * times, 0]
 
 
 # ---- Warps and grids

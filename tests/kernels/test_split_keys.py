@@ -201,10 +201,9 @@ def test_dispatch_prefers_them_where_asked() -> None:
     unaligned = choose_for(replace(problem, align=8), 7, 1, H200, split_keys=True)
     assert (unaligned.spec.problem.arch, unaligned.spec.tuning) == (Arch.SM90, SPLITTING[0][1])
     older = Target("NVIDIA A100", (Arch.SM80,))
-    for rows, tiles in (((2, 3), 32), ((16, 31), 64)):
-        # Of 2 and of 3 queries of 7 heads, one class: tiles for the larger. Products are the bound of 16 to 31 queries
-        # of 4 heads: tiles for the fewest.
-        group = 7 if tiles == 32 else 4
+    for group, rows, tiles in ((7, (2, 3), 32), (5, (2, 3), 16), (4, (16, 31), 64)):
+        # Of 2 and of 3 queries, one class: tiles for the larger, of 21 or 15 rows. Products are the bound of 16 to 31
+        # queries of 4 heads: tiles for the fewest.
         chosen_tiles = {
             choose_for(replace(problem, arch=Arch.SM80), group, n, older, split_keys=True).spec.tuning.tile_m
             for n in rows

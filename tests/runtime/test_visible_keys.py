@@ -141,6 +141,17 @@ def test_an_older_entry_gives_way_to_its_own_case(tmp_path: Path) -> None:
     assert {entry.visible_keys for entry in tables.load(H200, tmp_path)} == {700, 4000}
 
 
+@pytest.mark.parametrize("visible_keys", [0, 4000])
+@pytest.mark.parametrize(("case", "stays"), [("x", False), ("y", True)])
+def test_an_older_entry_without_rounds_gives_way_to_its_own_case(
+    visible_keys: int, case: str, stays: bool, tmp_path: Path
+) -> None:
+    older, newer = tuned(0, visible_keys, case=case), replace(tuned(1, 4000), rounds=3)
+    for entry in (older, newer):
+        tables.save(H200, [entry], tmp_path)
+    assert set(map(str, tables.load(H200, tmp_path))) == {str(newer), *([str(older)] if stays else ())}
+
+
 def test_order_of_what_matters(tmp_path: Path) -> None:
     """Octaves of length and visible keys together before the rest; who says nothing is one octave from everybody."""
     sparse, dense = tuned(0, 700, tflops=1.0), tuned(4, 4500, tflops=2.0)

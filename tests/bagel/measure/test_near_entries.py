@@ -172,6 +172,24 @@ def test_the_winner_becomes_an_entry(
     assert made_up.asked[0][0] == near_entries.CHOSEN
 
 
+@pytest.mark.parametrize(("timed", "replaced"), [(True, True), (False, False)])
+def test_a_faster_entry_of_another_run_stays(
+    timed: bool, replaced: bool, filled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One whose kernel was timed in this run gives way."""
+    job = near_entries.job_of(make_case("causal/96", "4/2/24", DType.FLOAT32, CPU), Direction.FORWARD, 10)
+    here, rounds = list(job.specs.values()), job.case.rounds(job.direction)
+    others = (spec for spec in candidates(here[0].problem) if spec not in here)
+    there = tables.Tuned(here[-1] if timed else next(others), 2, 96, 1.0, 1e9, rounds=rounds)
+    name = tables.device_name(CPU)
+    tables.save(name, [there], tmp_path / "out")
+    MadeUp(monkeypatch, 3.0, 2.5)
+    monkeypatch.setattr(near_entries, "jobs_of", lambda args: [job])
+    near_entries.main([*WORDS, "--table-out", str(tmp_path / "out")])
+    (entry,) = tables.load(name, tmp_path / "out")
+    assert (entry.spec in here and entry.tflops < 1e9) == replaced
+
+
 def test_a_wrong_kernel_becomes_no_entry(
     filled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -358,8 +358,7 @@ def test_fa3_operators_of_either_package(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_fa3_operators_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a package, with a library that is none, and with one that has other operators."""
-    monkeypatch.setattr(fa3, "_loaded", lambda: False)
+    """Without a package, with a library that is none, and with one that has not both operators."""
     monkeypatch.setattr(fa3, "_has_interface", lambda: False)
     monkeypatch.setattr(fa3, "find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="not installed: pip install --no-deps xformers"):
@@ -372,8 +371,27 @@ def test_fa3_operators_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(Unavailable, match=r"cannot be loaded: .*pip install"):
         fa3.operators()
     monkeypatch.setattr(fa3, "_load", lambda path: None)
-    with pytest.raises(Unavailable, match="has no operators"):
-        fa3.operators()
+    for names in ((), ("fwd",), ("bwd",)):
+        monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(**dict.fromkeys(names)))
+        with pytest.raises(Unavailable, match="has no operators"):
+            fa3.operators()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_fa3_library_is_loaded_after_the_runtime_of_cuda_12(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that pip installs, found in a later folder of packages; else the system's."""
+    runtime = tmp_path / "nvidia" / "cuda_runtime" / "lib" / "libcudart.so.12"
+    if installed:
+        runtime.parent.mkdir(parents=True)
+        runtime.touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "none"), str(tmp_path)])
+    loaded: list[str] = []
+    monkeypatch.setattr(fa3.ctypes, "CDLL", lambda name, mode: loaded.append(name))
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(path.name))
+    fa3._load(tmp_path / "_C.so")
+    assert loaded == [str(runtime) if installed else "libcudart.so.12", "_C.so"]
 
 
 def test_cudnn_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,19 @@ def test_a_choice_gets_the_gqa_ratio_and_the_rows_of_q(asked: list[tuple[Any, ..
 
 
 @pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_choice_gets_the_rounds_and_which_backwards_are_deterministic(
+    backward: bool, asked: list[tuple[Any, ...]]
+) -> None:
+    """A forward always sums in a fixed order, so that nothing has to be converted."""
+    cpu = torch.device("cpu")
+    with pytest.raises(Seen):
+        dispatch.resolve(backward, torch.float32, 64, 64, 0, 1, 1, 65, 65, 4, cpu, True, 0, rounds=3)
+    ((_, _, _, _, deterministic, _, _, rounds),) = asked
+    assert (deterministic, rounds) == (backward, 3)
+
+
+@pytest.mark.usefixtures("uncompiled")
 def test_alignment_is_that_of_rows_and_of_where_they_start(asked: list[tuple[Any, ...]]) -> None:
     """bf16, 41 columns: rows of 82 bytes, rows of 84 bytes, and those two bytes later."""
     memory = torch.randn(65 * 42 + 2).bfloat16()
