@@ -58,19 +58,21 @@ class EmulatedSchedule:
         captured: Sequence[Tensor] = (),
         *,
         planes: tuple[int, int] = (1, 1),
+        group: int = 1,
         bit_slots: int = 1 << 20,
     ) -> dict[str, Tensor]:
         """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k).
 
         For unions of intervals `mask` is their data (batch, heads, intervals, 2, seq_k), and tables begin with an axis
-        of planes. A function needs no mask, but the tensors that it captures; it may have `planes` (batch, heads), of
-        which tables have a row for each owned tile. There is memory for the bits of `bit_slots` visits at most.
+        of planes; `group` of the heads share a kv head. A function needs no mask, but the tensors that it captures; it
+        may have `planes` (batch, heads), of which tables have a row for each owned tile. There is memory for the bits
+        of `bit_slots` visits at most.
         """
         p, tuning = Params(), self.spec.tuning
         p.batch = p.heads_q = p.heads_kv = p.mask_batches = p.mask_heads = p.mask_planes = 1
         if self.spec.problem.unions:
             p.batch, p.heads_q = p.mask_batches, p.mask_heads = mask.shape[:2]
-            p.heads_kv = p.heads_q  # each plane has its own order of tiles
+            p.heads_kv = p.heads_q // group
             p.mask_planes = p.batch * p.heads_q
         p.seq_q, p.seq_k = seq_q, seq_k
         p.set_tiles(tuning.tile_m, tuning.tile_n)

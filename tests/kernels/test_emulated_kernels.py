@@ -133,7 +133,7 @@ UNIONS: list[tuple[Direction, int, tuple[int, int], dict[str, bool]]] = [
     (FORWARD, 2, (1, 1), {}),
     (FORWARD, 4, (2, 4), {}),
     (FORWARD, 1, (1, 2), {}),
-    (BACKWARD, 2, (1, 1), {"split_heads": False}),
+    (BACKWARD, 3, (1, 1), {"split_heads": False}),
     (BACKWARD, 3, (2, 1), {"split_heads": True}),
     (BACKWARD, 2, (2, 4), {"split_heads": False}),
     (BACKWARD, 2, (1, 2), {"split_heads": False, "deterministic": True}),

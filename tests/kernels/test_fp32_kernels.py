@@ -6,12 +6,13 @@ Tensor cores cut off where other units round, and what is cut off adds up. emula
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from emulator import Emulated
-from oracle import NAMES, Shape, distance, draw, make_mask, peers
+from oracle import NAMES, Shape, distance, draw, make_mask, peers, unions
 
 from attnforge.codegen.families.sm80_fp32 import Fp32Backward, Fp32Forward
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -54,6 +55,22 @@ def test_errors_are_those_of_float32(dim: int, mask: str, backward: Fp32Backward
     seen = exact.lse > -torch.inf
     assert torch.equal(lse > -torch.inf, seen)
     assert (lse - exact.lse)[seen].pow(2).mean().sqrt() <= 2.5e-7, "lse"
+
+
+@pytest.mark.parametrize("backward", GRADIENTS)
+def test_three_intervals(backward: Fp32Backward, tmp_path: Path) -> None:
+    x = draw(Shape(150, 131, 41, heads_kv=1), torch.float32, "cpu", "bhsd")
+    q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+    mask = unions(150, 131, 3, "cpu")
+    specs = [spec_of(tuning, 41, "spans") for tuning in (FORWARD, backward)]
+    kernels = [Emulated(replace(s, problem=replace(s.problem, intervals=3)), tmp_path) for s in specs]
+    out, lse = kernels[0].forward(q, k, v, mask)
+    grads = kernels[1].backward(x.dout, q, k, v, out, lse, mask)
+    exact = reference(q, k, v, mask, None, x.dout)
+    answers = (exact.out, exact.dq, exact.dk, exact.dv)
+    for name, mine, answer in zip(NAMES, (out, *grads), answers, strict=True):
+        assert answer is not None
+        assert (mine - answer).abs().max() <= 1e-5 * answer.abs().max(), name
 
 
 def test_one_key(tmp_path: Path) -> None:

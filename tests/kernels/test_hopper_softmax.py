@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnforge.codegen.render import Source, render
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, splitting
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
@@ -75,14 +75,15 @@ extern "C" void run(const Params* params, const float* scores, int visits, float
     }, 1, 32, 0);
 }
 """
-# S of a warp's 16 queries from `query0` on after the mask, all 1 before; `keys`: starts and ends, side by side.
+# S of a warp's 16 rows after the mask, all 1 before; `keys`: starts and ends, side by side. The rows are the queries
+# from `query0` on, but where they are those of several heads: then the second 8 may be any, here descending ones.
 SPANS = """
 extern "C" void run(const int* keys, int query0, float* out) {
     bounds_of_keys = keys;
     launch([=] {
         float s[kTileN / 2];
         std::fill(s, s + kTileN / 2, 1.0f);
-        apply_mask(s, query0 + threadIdx.x / 4, 0);
+        apply_mask(s, query0 + threadIdx.x / 4, BELOW 0);
         for (int i = 0; i < kTileN / 2; ++i) {
             const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
             out[(threadIdx.x / 4 + i / 2 % 2 * 8) * kTileN + column] = s[i];
@@ -98,8 +99,7 @@ extern "C" void run(const Params* p, int key, int query0, float x, float* out) {
         SEEN_BY;
         float s[kTileM / 2];
         std::fill(s, s + kTileM / 2, x);
-        probabilities(s, p->scale_log2);
-        apply_mask(s, query0, seen_by);
+        MASKED;
         for (int i = 0; i < kTileM / 2; ++i) {
             const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
             out[(threadIdx.x / 4 + i / 2 % 2 * 8) * kTileM + column] = s[i];
@@ -115,15 +115,25 @@ SEEN_BY = {
     True: "int2 seen_by[2][kIntervals]; for (int i = 0; i < kIntervals; ++i) "
     "{ seen_by[0][i] = queries_of(*p, row, i); seen_by[1][i] = queries_of(*p, row + 8, i); }",
 }
+# The score may have a slope other than 1: its P takes the visible pairs as bits.
+CURVED = "softcap: 30.0 * tanh(score / 30.0)"
+MASKED = {
+    False: "probabilities(s, p->scale_log2); apply_mask(s, query0, seen_by);",
+    True: "const unsigned seen = seen_pairs(query0, seen_by); "
+    "for (int i = 0; i < kTileM / 2; ++i) { s[i] = seen >> i & 1 ? 0.5f : 0.0f; }",
+}
 
 
 def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     """The constants, the mask and the softmax of a kernel, with a function `run`."""
     first, *sections = re.split(r"(?=^// ---- )", full_params(source.text), flags=re.MULTILINE)
-    names = ("Specialisation", "Mask", "Softmax", *(("Score",) if source.plan.capped else ()))
+    problem = source.spec.problem
+    curved = problem.direction is Direction.BACKWARD and bool(problem.score)
+    softmax = () if curved else ("Softmax",)
+    names = ("Specialisation", "Mask", *softmax, *(("Score",) if source.plan.capped else ()))
     kept = [s for s in sections if s.removeprefix("// ---- ").startswith(names)]
     spans = re.findall(
-        r"^__device__ __forceinline__ int2 queries_of.*?^}\n",
+        r"^__device__ __forceinline__ (?:int2 queries_of|unsigned seen_pairs).*?^}\n",
         full_params(source.text),
         re.MULTILINE | re.DOTALL,
     )
@@ -134,7 +144,9 @@ def build(source: Source, harness: str, directory: Path) -> ctypes.CDLL:
     assert "asm" not in text
     text = text.replace("\n    __device__ __forceinline__ ", "\n    ")  # members, which are not static
     path = directory / "softmax.cpp"
-    harness = harness.replace("SEEN_BY;", SEEN_BY[source.spec.problem.unions] + ";")
+    harness = harness.replace("SEEN_BY;", SEEN_BY[problem.unions] + ";").replace("MASKED;", MASKED[curved])
+    below = "query0 + 20 - threadIdx.x / 4," if getattr(source.spec.tuning, "splits", 0) else ""
+    harness = harness.replace("BELOW", below)
     path.write_text(PRELUDE + text.replace("#pragma unroll", "//") + harness)
     return gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS)
 
@@ -332,9 +344,11 @@ def test_forward_sees_any_spans(tmp_path: Path) -> None:
         assert torch.equal(got, torch.where(seen, 1.0, -math.inf)), query0
 
 
-def test_backward_sees_any_spans(tmp_path: Path) -> None:
+@pytest.mark.parametrize("score", ["", CURVED])
+def test_backward_sees_any_spans(score: str, tmp_path: Path) -> None:
     """The queries starts[j] <= i < ends[j] have weight, for all int32."""
-    spec = next(candidates(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)))
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)
+    spec = next(candidates(replace(problem, score=ScoreMod(score))))
     library, tile_m = build(render(spec), BACKWARD, tmp_path), spec.tuning.tile_m
     least, most = -(2**31), 2**31 - 1
     numbers = [least, least + 1, -1, 0, 1, 63, 64, 65, 100, 127, 128, 129, 200, most - 1, most]
@@ -360,25 +374,26 @@ def bounds_of_unions(count: int, keys: int) -> Tensor:
     return numbers[torch.randint(0, len(numbers), (keys, count, 2), generator=generator)]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_forward_sees_unions(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "splits"), [(2, False), (4, False), (1, True), (3, True)])
+def test_forward_sees_unions(count: int, splits: bool, tmp_path: Path) -> None:
     problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS, intervals=count)
-    spec = next(candidates(problem))
+    spec = next(splitting(problem, 1) if splits else candidates(problem))
     library, keys = build(render(spec), SPANS, tmp_path), spec.tuning.tile_n
     bounds = bounds_of_unions(count, keys)
     by_interval = bounds.transpose(0, 1).contiguous()  # as they lie in shared memory
     for query0 in (0, 16):
         got = torch.full((16, keys), math.nan)
         library.run(ctypes.c_void_p(by_interval.data_ptr()), query0, ctypes.c_void_p(got.data_ptr()))
-        query = torch.arange(query0, query0 + 16)[:, None, None]
+        below = 20 - torch.arange(8) if splits else torch.arange(8, 16)
+        query = query0 + torch.cat((torch.arange(8), below))[:, None, None]
         seen = ((bounds[..., 0] <= query) & (query < bounds[..., 1])).any(2)
         assert torch.equal(got, torch.where(seen, 1.0, -math.inf)), query0
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_backward_sees_unions(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "score"), [(2, ""), (4, ""), (3, CURVED)], ids=str)
+def test_backward_sees_unions(count: int, score: str, tmp_path: Path) -> None:
     problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS, intervals=count)
-    spec = next(candidates(problem))
+    spec = next(candidates(replace(problem, score=ScoreMod(score))))
     library, tile_m = build(render(spec), BACKWARD, tmp_path), spec.tuning.tile_m
     bounds = bounds_of_unions(count, 64)
     data = bounds.permute(1, 2, 0).contiguous()

@@ -243,6 +243,30 @@ def test_unions(name: str, count: int, planes: tuple[int, int], tmp_path: Path) 
                 assert not tables["tile_counter"].any()
 
 
+def test_q_heads_of_a_kv_head_share_an_order(tmp_path: Path) -> None:
+    """Of tiles by the work of all of them: a block serves them one after another."""
+    spec = spec_of("deterministic", Mask.SPANS)
+    spec = replace(spec, problem=replace(spec.problem, intervals=2, planes=1))
+    tiles = torch.randint(
+        1, 11, (2, 4, 7), generator=torch.Generator().manual_seed(0)
+    )  # of queries, by key tile
+    data = torch.zeros(2, 4, 2, 2, 431, dtype=torch.int32)
+    data[:, :, 0, 1] = 64 * tiles[:, :, torch.arange(431) // 64]
+    tables = EmulatedSchedule(spec, tmp_path).run(data, None, 701, 431, group=2)
+    counts, lists = tables["tile_count"], tables["tile_list"]
+    assert torch.equal(counts, tiles.flatten(0, 1))
+    work = counts.view(4, 2, -1).sum(1)
+    order = torch.sort(work, descending=True, stable=True).indices
+    assert torch.equal(tables["tile_order"][::2].long(), order)
+    for plane, _ in enumerate(counts):
+        earlier = torch.zeros(11, dtype=torch.int)  # visits to each query tile
+        for tile in order[plane // 2]:
+            count = counts[plane, tile]
+            visited = lists[plane, tile, :count] // 2
+            assert torch.equal(tables["dq_order"][plane, tile, :count], earlier[visited])
+            earlier[visited] += 1
+
+
 @pytest.mark.parametrize("name", ["192x128", "128x96", "sm80", "backward", "deterministic"])
 def test_dense(name: str, tmp_path: Path) -> None:
     schedule = EmulatedSchedule(spec_of(name, Mask.DENSE), tmp_path)
