@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers a
 
 # Small tiles, so that sums of tiles are added often; gradients of kv heads and of q heads.
 FORWARD = Fp32Forward(64, 16, 4, 2, 1, 1)
+ON_LANES = Fp32Forward(32, 16, 2, 1, 0, 1)  # of FP32 cores
 GRADIENTS = (
     Fp32Backward(32, 32, 4, 1, 2, 2, 2, 1, 1, False, False),
     Fp32Backward(32, 64, 4, 1, 2, 4, 2, 2, 1, True, False),
@@ -57,12 +58,12 @@ def test_errors_are_those_of_float32(dim: int, mask: str, backward: Fp32Backward
     assert (lse - exact.lse)[seen].pow(2).mean().sqrt() <= 2.5e-7, "lse"
 
 
-@pytest.mark.parametrize("backward", GRADIENTS)
-def test_three_intervals(backward: Fp32Backward, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("forward", "backward"), list(zip((FORWARD, ON_LANES), GRADIENTS, strict=True)))
+def test_three_intervals(forward: Fp32Forward, backward: Fp32Backward, tmp_path: Path) -> None:
     x = draw(Shape(150, 131, 41, heads_kv=1), torch.float32, "cpu", "bhsd")
     q, k, v = (t.detach() for t in (x.q, x.k, x.v))
     mask = unions(150, 131, 3, "cpu")
-    specs = [spec_of(tuning, 41, "spans") for tuning in (FORWARD, backward)]
+    specs = [spec_of(tuning, 41, "spans") for tuning in (forward, backward)]
     kernels = [Emulated(replace(s, problem=replace(s.problem, intervals=3)), tmp_path) for s in specs]
     out, lse = kernels[0].forward(q, k, v, mask)
     grads = kernels[1].backward(x.dout, q, k, v, out, lse, mask)
