@@ -58,22 +58,22 @@ class EmulatedSchedule:
         captured: Sequence[Tensor] = (),
         *,
         planes: tuple[int, int] = (1, 1),
-        group: int = 1,
+        heads: tuple[int, int] | None = None,
         bit_slots: int = 1 << 20,
     ) -> dict[str, Tensor]:
         """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k).
 
         For unions of intervals `mask` is their data (batch, heads, intervals, 2, seq_k), and tables begin with an axis
-        of planes; `group` of the heads share a kv head. A function needs no mask, but the tensors that it captures; it
-        may have `planes` (batch, heads), of which tables have a row for each owned tile. There is memory for the bits
-        of `bit_slots` visits at most.
+        of planes; `heads` are those of q and of k, if these are not as many. A function needs no mask, but the tensors
+        that it captures; it may have `planes` (batch, heads), of which tables have a row for each owned tile. There is
+        memory for the bits of `bit_slots` visits at most.
         """
         p, tuning = Params(), self.spec.tuning
         p.batch = p.heads_q = p.heads_kv = p.mask_batches = p.mask_heads = p.mask_planes = 1
         if self.spec.problem.unions:
-            p.batch, p.heads_q = p.mask_batches, p.mask_heads = mask.shape[:2]
-            p.heads_kv = p.heads_q // group
-            p.mask_planes = p.batch * p.heads_q
+            p.batch = p.mask_batches = mask.shape[0]
+            p.mask_heads, p.mask_planes = mask.shape[1], mask.shape[0] * mask.shape[1]
+            p.heads_q, p.heads_kv = heads or (p.mask_heads, p.mask_heads)
         p.seq_q, p.seq_k = seq_q, seq_k
         p.set_tiles(tuning.tile_m, tuning.tile_n)
         p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n

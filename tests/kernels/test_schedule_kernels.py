@@ -243,8 +243,9 @@ def test_unions(name: str, count: int, planes: tuple[int, int], tmp_path: Path) 
                 assert not tables["tile_counter"].any()
 
 
-def test_q_heads_of_a_kv_head_share_an_order(tmp_path: Path) -> None:
-    """Of tiles by the work of all of them: a block serves them one after another."""
+@pytest.mark.parametrize("heads_kv", [2, 4])
+def test_q_heads_of_a_kv_head_share_an_order(heads_kv: int, tmp_path: Path) -> None:
+    """Of tiles by the work of their planes: a block serves them one after another. Planes of 4 q or 4 kv heads."""
     spec = spec_of("deterministic", Mask.SPANS)
     spec = replace(spec, problem=replace(spec.problem, intervals=2, planes=1))
     tiles = torch.randint(
@@ -252,15 +253,16 @@ def test_q_heads_of_a_kv_head_share_an_order(tmp_path: Path) -> None:
     )  # of queries, by key tile
     data = torch.zeros(2, 4, 2, 2, 431, dtype=torch.int32)
     data[:, :, 0, 1] = 64 * tiles[:, :, torch.arange(431) // 64]
-    tables = EmulatedSchedule(spec, tmp_path).run(data, None, 701, 431, group=2)
+    tables = EmulatedSchedule(spec, tmp_path).run(data, None, 701, 431, heads=(2 * heads_kv, heads_kv))
+    group = 4 // heads_kv  # planes of a kv head
     counts, lists = tables["tile_count"], tables["tile_list"]
     assert torch.equal(counts, tiles.flatten(0, 1))
-    work = counts.view(4, 2, -1).sum(1)
+    work = counts.view(-1, group, 7).sum(1)
     order = torch.sort(work, descending=True, stable=True).indices
-    assert torch.equal(tables["tile_order"][::2].long(), order)
+    assert torch.equal(tables["tile_order"][::group].long(), order)
     for plane, _ in enumerate(counts):
         earlier = torch.zeros(11, dtype=torch.int)  # visits to each query tile
-        for tile in order[plane // 2]:
+        for tile in order[plane // group]:
             count = counts[plane, tile]
             visited = lists[plane, tile, :count] // 2
             assert torch.equal(tables["dq_order"][plane, tile, :count], earlier[visited])

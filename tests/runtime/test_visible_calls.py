@@ -65,7 +65,14 @@ def run(attention: Callable[..., Tensor], mask: Any) -> tuple[Tensor, ...]:
 def test_each_bucket_is_a_class_of_its_own(asked: Asked) -> None:
     first = run(attnforge.attention, spans())
     assert asked == both(0)
-    for number, questions in ((700, both(512)), (1023, []), (512, []), (1024, both(1024)), (None, [])):
+    for number, questions in (
+        (700, both(512)),
+        (1023, []),
+        (512, []),
+        (-700, both(-512)),
+        (1024, both(1024)),
+        (None, []),
+    ):
         asked.clear()
         others = run(attnforge.attention, spans(number))
         assert asked == questions

@@ -388,7 +388,7 @@ def test_fa3_library_is_loaded_after_the_runtime_of_cuda_12(
         runtime.touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path / "none"), str(tmp_path)])
     loaded: list[str] = []
-    monkeypatch.setattr(fa3.ctypes, "CDLL", lambda name, mode: loaded.append(name))
+    monkeypatch.setattr("attnforge.bagel.measure.fa3.ctypes.CDLL", lambda name, mode: loaded.append(name))
     monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(path.name))
     fa3._load(tmp_path / "_C.so")
     assert loaded == [str(runtime) if installed else "libcudart.so.12", "_C.so"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import attnforge
-from attnforge.codegen.spec import Spec
+from attnforge.codegen.spec import Direction, Spec
 from attnforge.runtime import choosing, dispatch, kernels
 
 
@@ -50,6 +50,26 @@ def test_lengths_of_one_octave_share_a_choice(asked: list[tuple[Any, ...]]) -> N
         attnforge.attention(q, q, q)
         assert len(asked) == choices, count
     assert [arguments[2] for arguments in asked] == [65, 300, 512]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_each_gqa_ratio_has_a_choice_of_its_own(backward: bool, asked: list[tuple[Any, ...]]) -> None:
+    q = rows(65, heads=4).requires_grad_(backward)
+    for heads_kv in (4, 2, 1, 2):
+        k = rows(65, heads=heads_kv)
+        out = attnforge.attention(q, k, k)
+        if backward:
+            out.sum().backward()
+    found = [group for problem, group, *_ in asked if (problem.direction is Direction.BACKWARD) == backward]
+    assert found == [1, 2, 4]
+
+
+def test_deterministic_backwards_have_a_choice_of_their_own(asked: list[tuple[Any, ...]]) -> None:
+    q = rows(65).requires_grad_()
+    for deterministic in (False, True, False, True):
+        attnforge.attention(q, q, q, deterministic=deterministic).sum().backward()
+    backwards = [wanted for problem, _, _, _, wanted, *_ in asked if problem.direction is Direction.BACKWARD]
+    assert backwards == [False, True]
 
 
 @pytest.mark.usefixtures("uncompiled")
