@@ -89,8 +89,19 @@ ALLOWED = {
 }
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Several rules read each file; nobody changes the tree."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Modules that are imported anywhere in the file, `from a import b` as `a.b`; by name, too."""
+    return (*_imports(parsed(path)),)
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -114,7 +125,7 @@ def dependencies() -> dict[str, set[str]]:
     files = {module_name(path): path for path in FILES}
     found: dict[str, set[str]] = {}
     for module, path in files.items():
-        names = (name.removeprefix("attnforge.") for name in imports(ast.parse(path.read_text())))
+        names = (name.removeprefix("attnforge.") for name in imports(path))
         # `a.b.c` is module a.b.c, or c out of a.b.
         targets = {name if name in files else name.rpartition(".")[0] for name in names}
         found[module] = (targets & files.keys()) - {module}
@@ -167,8 +178,8 @@ def test_rooms_import_what_they_may() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
 def test_nothing_turns_data_into_code(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    for name in imports(tree):
+    tree = parsed(path)
+    for name in imports(path):
         assert name.partition(".")[0] not in BANNED_MODULES, f"imports {name}"
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -187,7 +198,7 @@ def test_imports_follow_the_arrow(path: Path) -> None:
     if room not in ARROW:
         return  # __init__.py: only names, loaded at first use
     # Names for type checkers and lazy imports count too: they are dependencies of thought.
-    for name in imports(ast.parse(path.read_text())):
+    for name in imports(path):
         parts = name.split(".")
         if parts[0] == "attnforge" and parts[1] in ARROW:
             assert ARROW.index(parts[1]) >= ARROW.index(room), f"{room} imports {name}"
@@ -196,12 +207,12 @@ def test_imports_follow_the_arrow(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
 def test_every_file_has_a_docstring_and_postponed_annotations(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     if not tree.body:
         return
     assert ast.get_docstring(tree), "no docstring"
     if any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in ast.walk(tree)):
-        assert "__future__.annotations" in set(imports(tree))
+        assert "__future__.annotations" in imports(path)
 
 
 def test_no_function_is_long() -> None:
@@ -210,7 +221,7 @@ def test_no_function_is_long() -> None:
     sizes = {
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1
         for path in paths
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert len(sizes) > 500

@@ -212,12 +212,16 @@ def test_some_families_have_no_choice() -> None:
 @pytest.mark.parametrize("device", ["nvidia-h200", "nvidia-h100-80gb-hbm3"])
 def test_searches_find_what_the_tables_have(device: str) -> None:
     """Every entry's knobs are in the space of its problem."""
-    spaces: dict[Problem, set[Tuning]] = {}
+    missing: dict[Problem, dict[Tuning, object]] = {}
     for entry in tables.load(device, tables.PACKAGED):
-        problem = entry.spec.problem
-        if problem not in spaces:
-            spaces[problem] = {*family_of(problem).space(problem)}
-        assert entry.spec.tuning in spaces[problem], (entry.notes["case"], entry.spec.slug)
+        missing.setdefault(entry.spec.problem, {})[entry.spec.tuning] = entry.notes["case"]
+    assert missing
+    for problem, cases in missing.items():
+        for tuning in family_of(problem).space(problem):
+            cases.pop(tuning, None)
+            if not cases:  # spaces are long, and most of these are near their beginning
+                break
+        assert not cases, [(case, Spec(problem, tuning).slug) for tuning, case in cases.items()]
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,9 @@ def spans(seq_q: int, seq_k: int, seed: int) -> tuple[Tensor, Tensor]:
     return starts.int(), ends.int()
 
 
-def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREAKS) -> Run:
+def build(spec: Spec, directory: Path, breaks: Mapping[str, Break] = NO_BREAKS) -> Run:
     """The kernel, compiled for the CPU, with breaks of its protocol that can be switched on."""
+    source = render(spec)
     path, plan = directory / "kernel.cpp", source.plan
     text = translate(source)
     for n, (name, (changes, _)) in enumerate(breaks.items(), 1):
@@ -142,7 +143,7 @@ def build(source: Source, directory: Path, breaks: Mapping[str, Break] = NO_BREA
     path.write_text(text)
     library = gxx.library(path, *FLAGS, parts=("pipeline.cpp",), for_parts=("-O2",))
     library.run.restype = ctypes.c_char_p
-    schedule = EmulatedSchedule(source.spec, directory) if source.spec.problem.mask.listed else None
+    schedule = EmulatedSchedule(spec, directory) if spec.problem.mask.listed else None
     per_tensor = len(plan.tensor_maps) // len(TENSORS)
     boxes = (ctypes.c_ulonglong * (16 * len(plan.tensor_maps) + 8))()
     start = -ctypes.addressof(boxes) % 64 // 8
@@ -248,7 +249,7 @@ def hopper(
     score: str = "",
     mask_mod: str = "",
     **more: Any,
-) -> Source:
+) -> Spec:
     tile_m, tile_n, stages, ping_pong, persistent, q_in_regs, *counter = knobs
     flags = (bool(ping_pong), bool(persistent), bool(counter), bool(q_in_regs))
     tuning = Sm90Forward(tile_m, tile_n, stages, *flags, **more)
@@ -265,12 +266,12 @@ def hopper(
         score=ScoreMod(score),
         mask_mod=MaskMod(mask_mod),
     )
-    return render(Spec(problem, tuning))
+    return Spec(problem, tuning)
 
 
 # Those of test_a_broken_protocol_is_found are run there, sound as well.
 @pytest.mark.parametrize(
-    "source",
+    "spec",
     [
         hopper(64, 128, 128, 2, 1, 0, 1),
         hopper(72, 192, 128, 3, 1, 1, 0),
@@ -349,10 +350,10 @@ def hopper(
         hopper(64, 128, 96, 2, 0, 0, 1, mask=Mask.SPANS, score=ALIBI),
         hopper(64, 128, 64, 3, 0, 1, 0, mask=Mask.DENSE, score=ALIBI),
     ],
-    ids=lambda source: source.spec.slug,
+    ids=lambda spec: spec.slug,
 )
-def test_nothing_hangs_and_nothing_is_overwritten(source: Source, tmp_path: Path) -> None:
-    run = build(source, tmp_path)
+def test_nothing_hangs_and_nothing_is_overwritten(spec: Spec, tmp_path: Path) -> None:
+    run = build(spec, tmp_path)
     for case in product(SIZES, range(SEEDS), MISSING):
         assert run(*case) == "", case
 
@@ -524,7 +525,7 @@ OF_OWN_BUFFER: dict[str, Break] = {
 
 
 @pytest.mark.parametrize(
-    ("source", "breaks"),
+    ("spec", "breaks"),
     [
         (hopper(64, 192, 128, 2, 1, 1, 0, mask=Mask.CAUSAL), OF_CAUSAL),
         (hopper(64, 192, 96, 3, 1, 1, 0, 1, mask=Mask.SPANS), OF_SPANS),
@@ -535,9 +536,9 @@ OF_OWN_BUFFER: dict[str, Break] = {
     ],
     ids=["causal", "spans", "own-head-dim", "own-buffer", "lines", "pieces"],
 )
-def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tmp_path: Path) -> None:
+def test_a_broken_protocol_is_found(spec: Spec, breaks: dict[str, Break], tmp_path: Path) -> None:
     """One compilation serves all breaks of a kernel, and without any of them it is sound."""
-    run = build(source, tmp_path, breaks)
+    run = build(spec, tmp_path, breaks)
     cases = list(product(SIZES, range(SEEDS), MISSING))
     for case in cases:
         assert run(*case) == "", case
@@ -547,20 +548,20 @@ def test_a_broken_protocol_is_found(source: Source, breaks: dict[str, Break], tm
 
 def test_causal_sections_of_heads_meet_at_tiles_of_one_size(tmp_path: Path) -> None:
     """With a small cache heads fall into several sections, by turns from the largest tiles and from the smallest."""
-    source = hopper(64, 192, 128, 2, 1, 1, 0, mask=Mask.CAUSAL)
+    spec = hopper(64, 192, 128, 2, 1, 1, 0, mask=Mask.CAUSAL)
     small = {"small cache": ({"kCacheBytes = 16 << 20": "kCacheBytes = 1 << 18"}, "")}
-    run = build(source, tmp_path, small)
+    run = build(spec, tmp_path, small)
     for case in product([(2, 4, 2, 5, 5), (3, 3, 3, 4, 6), (1, 7, 1, 3, 3)], range(SEEDS), MISSING):
         assert run(*case) == "", case
 
 
 def test_a_causal_tile_that_just_misses_being_whole(tmp_path: Path) -> None:
     """Rows from one on that sees all keys of a tile but the last: seq_k - seq_q is -2 modulo tile_n."""
-    source, sizes = hopper(128, 192, 64, 3, 0, 1, 0, mask=Mask.CAUSAL), (1, 2, 2, 5, 7)
+    spec, sizes = hopper(128, 192, 64, 3, 0, 1, 0, mask=Mask.CAUSAL), (1, 2, 2, 5, 7)
     first_row = "query + 1 + p.seq_k - p.seq_q)) / kTileN"
     one_more: dict[str, Break] = {
         "one more": ({first_row: f"(broken == n) + {first_row}"}, "hidden pairs are not masked")
     }
-    run = build(source, tmp_path, one_more)
+    run = build(spec, tmp_path, one_more)
     assert run(sizes, 2, 0) == ""
     assert one_more["one more"][1] in run(sizes, 2, 0, 1)
