@@ -1,4 +1,4 @@
-"""The command `model`: fills tuned tables from a cost model."""
+"""The command `model`: chooses kernels by a cost model, and writes them to tuned tables if asked to."""
 
 from __future__ import annotations
 
@@ -27,19 +27,23 @@ from attnforge.codegen.spec import Arch
     **number(),
     help="Only this head_dim. Repeatable.  [default: all]",
 )
-@click.option("--table-out", type=DIRECTORY, metavar="DIR", help="Write tables to DIR/modelled.")
+@click.option("--table-out", type=DIRECTORY, metavar="DIR", help="Add them to the tables of DIR/modelled.")
 def model(archs: tuple[str, ...], head_dims: tuple[int, ...], table_out: Path | None) -> None:
     """Choose kernels by a cost model, for GPUs without measurements.
 
-    The kernels are compiled: one that spills registers is not chosen. Without --table-out the tables are
-    those of generated/tuned/modelled.
+    The kernels are compiled: one that spills registers is not chosen. Nothing is written without --table-out; a
+    clone's own tables are those of `--table-out generated/tuned`.
     """
-    from attnforge.bagel.measure.modelled import ARCHS, targets, write_tables
-    from attnforge.runtime.tables import PACKAGED as TUNED
+    from attnforge.bagel.measure.modelled import ARCHS, entries, targets
+    from attnforge.runtime.tables import MODELLED, save
 
     known = sorted({target.head_dim for target in targets()})
     for dim in head_dims:
         if dim not in known:
             raise ValueError(f"--head-dim: {dim} has no model; accepted are {', '.join(map(str, known))}")
-    for path in write_tables(tuple(map(Arch, archs)) or ARCHS, table_out or TUNED, echo, head_dims):
+    written: dict[Path, None] = {}
+    for arch, entry in entries(tuple(map(Arch, archs)) or ARCHS, echo, head_dims):
+        if table_out is not None:
+            written[save(arch.value, [entry], table_out / MODELLED)] = None
+    for path in written:
         echo(f"{path}: modelled, not measured")

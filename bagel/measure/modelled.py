@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
@@ -22,7 +21,6 @@ from attnforge.codegen.families import make_plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime import tables
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.export import alignment
@@ -168,10 +166,10 @@ def _entry(target: Target, prediction: Prediction, spec: Spec, used: dict[str, i
     return Tuned(spec, target.group, target.rows, ms, tflops, notes, target.visible_keys)
 
 
-def write_tables(
-    archs: tuple[Arch, ...], directory: Path, report: Callable[[str], None], dims: tuple[int, ...] = ()
-) -> Iterator[Path]:
-    """Model every class on every architecture into `directory`/modelled; yields each table when it is complete."""
+def entries(
+    archs: tuple[Arch, ...], report: Callable[[str], None], dims: tuple[int, ...] = ()
+) -> Iterator[tuple[Arch, Tuned]]:
+    """Model every class, or those of head dims `dims`, on every architecture; `report` gets a line for each."""
     for arch in archs:
         for target in targets():
             if dims and target.head_dim not in dims:
@@ -182,6 +180,5 @@ def write_tables(
                 if entry is None:
                     report(f"{what}: no kernel without spills")
                     continue
-                tables.save(arch.value, [entry], directory / tables.MODELLED)
                 report(f"{what}: {entry.spec.slug}, {entry.ms} ms, {entry.tflops} TFLOP/s expected")
-        yield tables.table_path(arch.value, directory / tables.MODELLED)
+                yield arch, entry

@@ -22,6 +22,7 @@ from PIL import Image
 
 import attnforge
 from attnforge.bagel.commands.report import missing_packages
+from attnforge.bagel.measure import modelled
 from attnforge.bagel.measure.bench import OURS, Row, best_peer
 from attnforge.bagel.measure.case_scores import with_score
 from attnforge.bagel.measure.cases import SUITES, make_case
@@ -33,6 +34,7 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime import tables
 from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.tables import Tuned, load, save
@@ -381,6 +383,21 @@ def test_models_are_listed_with_their_sources(tmp_path: Path) -> None:
 
 def test_generated_is_up_to_date() -> None:
     assert "up to date" in run("render", "--check").stdout
+
+
+def test_model_writes_only_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own tables, and those that searches write, stay as they are."""
+    spec = next(candidates(Problem(Direction.FORWARD, Arch.SM80, DType.FLOAT32, 41, Mask.DENSE, 4)))
+    monkeypatch.setattr(modelled, "model", lambda *_: Tuned(spec, 1, 64, 1.0, 5.0))
+    monkeypatch.setattr(tables, "PACKAGED", tmp_path / "package")
+    monkeypatch.setenv(TABLES, str(tmp_path / "user"))
+    words = ("model", "--arch", "sm80", "--head-dim", "41")
+    assert f"sm80 fwd fp32 41 dense: {spec.slug}, 1.0 ms" in run(*words).stdout
+    assert not list(tmp_path.iterdir())
+    written = tmp_path / "out" / "modelled" / "sm80.json"
+    assert f"{written}: modelled" in run(*words, "--table-out", str(tmp_path / "out")).stdout
+    assert [entry.spec for entry in load("sm80", written.parent)] == [spec]
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 def test_tables_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
