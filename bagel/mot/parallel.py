@@ -254,12 +254,15 @@ def _split_expert(name: str, project: Experts, output: Experts, mlps: nn.Module,
 def clip_gradients(model: nn.Module, most: float) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` of sharded parameters: split ones are on dp_cp x tp, others on dp_cp.
 
-    Returns the norm. torch does not combine DTensors of two meshes.
+    Returns the norm, 0 if no parameter has a gradient. torch does not combine DTensors of two meshes.
     """
     by_mesh: defaultdict[DeviceMesh, list[Any]] = defaultdict(list)
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
-        by_mesh[parameter.device_mesh].append(parameter)
+        if parameter.grad is not None:  # a frozen one has none
+            by_mesh[parameter.device_mesh].append(parameter)
+    if not by_mesh:
+        return torch.zeros(())
     norms: list[Any] = [torch.nn.utils.get_total_norm([x.grad for x in group]) for group in by_mesh.values()]
     norm: Tensor = torch.stack([x.full_tensor() for x in norms]).norm()
     for group in by_mesh.values():
