@@ -233,9 +233,9 @@ def mask_mod(
     expect_number("visible_keys", visible_keys)
     seq_q, seq_k = _length("seq_q", seq_q), _length("seq_k", seq_k)
     text, tensors = traced_mask(function)
-    return FunctionMask(
-        text, tuple(x.to(device) for x in tensors), seq_q, seq_k, device, visible_keys=visible_keys
-    )
+    with torch.inference_mode(False):  # as in traced_mask
+        tensors = tuple(x.to(device) for x in tensors)
+    return FunctionMask(text, tensors, seq_q, seq_k, device, visible_keys=visible_keys)
 
 
 def _expect(name: str, value: int, least: int) -> int:

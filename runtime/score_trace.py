@@ -5,6 +5,7 @@ make_fx traces a function of a score or of a mask, and its graph is translated; 
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -155,14 +156,16 @@ def traced_mask(
         text = _text(MaskMod, function, translation, tensors)
     except ScoreError as error:
         raise ScoreError(f"mask_mod: {error}") from None
-    copies = (x.detach().clone(memory_format=torch.contiguous_format) for x in tensors)
-    return text, tuple(as_read(x) for x in copies)
+    with torch.inference_mode(False):  # a later call that is recorded for backward saves them
+        copies = (x.detach().clone(memory_format=torch.contiguous_format) for x in tensors)
+        return text, tuple(as_read(x) for x in copies)
 
 
 def _graph(function: Callable[..., Tensor], leaves: Sequence[str]) -> GraphModule:
     """The function's graph, whose placeholders are `leaves`."""
 
     def trace() -> GraphModule:
+        _expect_arguments(function, leaves)
         recording = _Tracing()
         # Inside torch.func's transforms new tensors are theirs, and make_fx records constants in their places.
         dividing = _Dividing()  # type: ignore[no-untyped-call]
@@ -170,7 +173,8 @@ def _graph(function: Callable[..., Tensor], leaves: Sequence[str]) -> GraphModul
             scalars = [
                 torch.zeros((), dtype=torch.float32 if leaf == "score" else torch.int32) for leaf in leaves
             ]
-            graph = make_fx(function, tracing_mode="real")(*scalars)
+            # make_fx counts the arguments of a function's code, with `self` and those that have defaults.
+            graph = make_fx(lambda *indices: function(*indices), tracing_mode="real")(*scalars)
         recording.restore(graph)
         return graph
 
@@ -184,10 +188,18 @@ def _graph(function: Callable[..., Tensor], leaves: Sequence[str]) -> GraphModul
         words = str(error)
         if "_local_scalar_dense" in words or "get value out of a tracing tensor" in words:
             words = "it branches on a tensor, or reads its value; use torch.where, &, | and ~"
-        elif "concrete arguments" in words:
-            words = f"it has to take the arguments ({', '.join(leaves)})"
         raise ScoreError(f"the function cannot be traced: {words}") from error
     return graph
+
+
+def _expect_arguments(function: Callable[..., Tensor], leaves: Sequence[str]) -> None:
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*leaves)
+    except ValueError:  # one that is not of Python has none
+        return
+    except TypeError:
+        names = ", ".join(leaves)
+        raise ScoreError(f"the function cannot be traced: it has to take the arguments ({names})") from None
 
 
 def _text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -181,6 +182,47 @@ def test_what_a_function_becomes() -> None:
     assert text(lambda b, h, i, j: (i > j) == (j < h)) == "lambda: (q_idx > kv_idx) == (kv_idx < h)"
 
 
+class Packs:
+    """Functions that are not plain ones of the indices alone."""
+
+    def __init__(self) -> None:
+        self.ids = torch.arange(9) // 3
+
+    def method(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.ids[i] == self.ids[j]
+
+    def __call__(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return self.method(b, h, i, j)
+
+
+IDS = Packs().ids
+CALLABLE: dict[str, Callable[..., Tensor]] = {
+    "default": lambda b, h, i, j, ids=IDS: ids[i] == ids[j],
+    "keyword": lambda b, h, i, j, *, ids=IDS: ids[i] == ids[j],
+    "method": Packs().method,
+    "object": Packs(),
+    "partial": functools.partial(lambda ids, b, h, i, j: ids[i] == ids[j], IDS),
+    "any number": lambda *at: IDS[at[2]] == IDS[at[3]],
+    "wrapped": functools.wraps(Packs.method)(lambda *at: IDS[at[2]] == IDS[at[3]]),
+}
+
+
+@pytest.mark.parametrize("name", CALLABLE)
+def test_whatever_takes_the_indices_is_traced(name: str) -> None:
+    seen = masks.mask_mod(CALLABLE[name], 9, 9, "cpu").visible(9, 9)
+    assert torch.equal(seen, IDS[:, None] == IDS)
+    score = scores.score_mod(lambda s, b, h, i, j, c=0.5: s * c)
+    assert score.text == "lambda: score * 0.5"
+
+
+@pytest.mark.parametrize(
+    "function", [lambda b, i, j: i > j, lambda b, h, i, j, k: i > j, lambda b, h, i, j, *, k: i > j]
+)
+def test_what_takes_other_arguments_is_refused(function: Callable[..., Tensor]) -> None:
+    with pytest.raises(ScoreError, match=r"it has to take the arguments \(b, h, q_idx, kv_idx\)"):
+        masks.mask_mod(function, 9, 9, "cpu")
+
+
 WIDE, DOUBLES = torch.tensor([1 << 40]), torch.zeros(9, dtype=torch.float64)
 PLANE = torch.zeros(2, 8, dtype=torch.int32)
 REFUSED: dict[str, MaskFunction] = {
@@ -277,6 +319,25 @@ def test_captured_tensors_are_copies() -> None:
     limit.detach().zero_()
     assert mask.tensors[0].item() == 30
     assert not mask.tensors[0].requires_grad
+
+
+def test_a_mask_of_inference_mode_trains() -> None:
+    """As one that an evaluation made and keeps."""
+    limit = torch.tensor(3)
+    with torch.inference_mode():
+        mask = masks.mask_mod(lambda b, h, i, j: i - j < limit, SHAPE.seq_q, SHAPE.seq_k, "cpu")
+    check(draw(SHAPE, torch.float32, "cpu"), mask)
+
+
+def test_meta_tensors() -> None:
+    q = torch.empty(1, 2, 9, 16, device="meta", requires_grad=True)
+    for device in ("cpu", "meta"):
+        mask = masks.mask_mod(lambda b, h, i, j: IDS[i] == IDS[j], 9, 9, device).to("meta")
+        out = attnforge.attention(q, q, q, mask)
+        assert (out.shape, out.device.type) == (q.shape, "meta")
+        out.sum().backward()
+    with pytest.raises(ValueError, match="mask_mod: a tensor is on meta, but q is on cpu"):
+        attnforge.attention(*[torch.zeros(1, 2, 9, 16)] * 3, mask)
 
 
 def test_compiled_and_checked_by_torch() -> None:
