@@ -59,7 +59,7 @@ def show(device: str | None) -> None:
     modelled = known(name, [place / MODELLED for place in folders()])
     parts = {name: known(name), f"{name}, modelled, not measured": modelled}
     if not any(parts.values()):
-        raise click.ClickException(f"no table is for {name}; `attnforge tables list` shows what there is")
+        raise ValueError(f"device: no table is for {name!r}; `attnforge tables list` shows what there is")
     for title, entries in parts.items():
         if entries:
             echo(f"{title}\n{'TFLOP/s':>7} {'GQA':>3} {'rows':>6} {'keys':>6}  kernel")

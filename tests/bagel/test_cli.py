@@ -167,6 +167,7 @@ def test_render_reproduces_every_spec(arch: Arch, direction: Direction, tmp_path
         ("search --device mps", "--device: kernels run on cpu, cuda and cuda:N, not on mps"),
         ("verify --heads 32/8/2 --head-dim 64", "got '32/8/2', expected Q[/KV]"),
         ("tune --list --pack nope", "pack: there is no 'nope'; packs are pretrain/0 to 3"),
+        ("tables show nope", "device: no table is for 'nope'; `attnforge tables list` shows what there is"),
         ("tune --list --model nope", "model: there is no 'nope'; models are 7B"),
         ("tune --list --device cpu --dtype bf16 --dtype fp16", "--dtype: fp16 runs on GPUs only"),
         ("tune --list --score ''", "Invalid value for '--score': got '', expected a name"),
@@ -417,7 +418,7 @@ def test_tables_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {line.split(None, 3)[-1] for line in lines} == {two.slug, known}, (
         "nothing is said of an older entry"
     )
-    assert CliRunner().invoke(main, ("tables", "show", "no such device")).exit_code == 1
+    assert CliRunner().invoke(main, ("tables", "show", "no such device")).exit_code == 2
     different = CliRunner().invoke(main, ("tables", "diff", str(first), str(second))).output
     assert "5.0 TFLOP/s" in different
     assert "7.0 TFLOP/s" in different
