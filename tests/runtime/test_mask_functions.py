@@ -211,8 +211,13 @@ CALLABLE: dict[str, Callable[..., Tensor]] = {
 def test_whatever_takes_the_indices_is_traced(name: str) -> None:
     seen = masks.mask_mod(CALLABLE[name], 9, 9, "cpu").visible(9, 9)
     assert torch.equal(seen, IDS[:, None] == IDS)
-    score = scores.score_mod(lambda s, b, h, i, j, c=0.5: s * c)
-    assert score.text == "lambda: score * 0.5"
+
+
+def test_a_score_may_have_defaults() -> None:
+    def scaled(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, factor: float = 0.5) -> Tensor:
+        return score * factor
+
+    assert scores.score_mod(scaled).text == "scaled: score * 0.5"
 
 
 @pytest.mark.parametrize(
@@ -336,8 +341,9 @@ def test_meta_tensors() -> None:
         out = attnforge.attention(q, q, q, mask)
         assert (out.shape, out.device.type) == (q.shape, "meta")
         out.sum().backward()
+    here = torch.zeros(1, 2, 9, 16)
     with pytest.raises(ValueError, match="mask_mod: a tensor is on meta, but q is on cpu"):
-        attnforge.attention(*[torch.zeros(1, 2, 9, 16)] * 3, mask)
+        attnforge.attention(here, here, here, mask)
 
 
 def test_compiled_and_checked_by_torch() -> None:
