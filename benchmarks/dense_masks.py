@@ -80,12 +80,7 @@ def visited(case: Case, tile_m: int, tile_n: int) -> float:
 def tile_of(case: Case, direction: Direction) -> tuple[int, int]:
     """The tile of the kernel that dispatch takes."""
     problem = case.problem(direction, kernels.target(case.device))
-    group = case.heads_q // case.heads_kv
-    rounds = case.rounds(direction)
-    choice = dispatch.choose(
-        problem, group, case.seq_q, case.device, visible_keys=case.visible_keys, rounds=rounds
-    )
-    tuning = choice.spec.tuning
+    tuning = dispatch.choose(case.call(problem), case.device).spec.tuning
     return tuning.tile_m, tuning.tile_n
 
 

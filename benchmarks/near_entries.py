@@ -117,27 +117,14 @@ def near(case: Case, direction: Direction, count: int) -> dict[str, Spec]:
 
 def _choices(problem: Problem, case: Case) -> Iterator[Spec]:
     """Dispatch's, by the tables, for a problem like the case's."""
-    found = choosing.choose(
-        problem,
-        case.heads_q // case.heads_kv,
-        case.seq_q,
-        tables.device_name(case.device),
-        visible_keys=case.visible_keys,
-        rounds=case.rounds(problem.direction),
-    )
+    found = choosing.choose(case.call(problem), tables.device_name(case.device))
     return (choice.spec for choice in found)
 
 
 def choice_of(case: Case, direction: Direction) -> Spec:
     """What dispatch chooses."""
-    return dispatch.choose(
-        case.problem(direction, kernels.target(case.device)),
-        case.heads_q // case.heads_kv,
-        case.seq_q,
-        case.device,
-        visible_keys=case.visible_keys,
-        rounds=case.rounds(direction),
-    ).spec
+    problem = case.problem(direction, kernels.target(case.device))
+    return dispatch.choose(case.call(problem), case.device).spec
 
 
 def of_other_head_dims(case: Case, direction: Direction, count: int) -> dict[str, Spec]:

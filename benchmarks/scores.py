@@ -203,11 +203,7 @@ def mma(case: Case, one: Contestant, direction: Direction, sets: list[Inputs]) -
     target = dispatch.Target(tables.device_name(case.device), (Arch.SM90,))
 
     def handle(of: Direction) -> int:
-        problem, group = scored.problem(of, Arch.SM90), case.heads_q // case.heads_kv
-        rounds = case.rounds(of)
-        choice = dispatch.choose_for(
-            problem, group, case.seq_q, target, visible_keys=case.visible_keys, rounds=rounds
-        )
+        choice = dispatch.choose_for(case.call(scored.problem(of, Arch.SM90)), target)
         return kernels.load(choice.spec, case.device)
 
     plain = [Inputs(*(t.detach() for t in x)) for x in sets]

@@ -1,8 +1,7 @@
 """Choosing: which entries of tuned tables count for a call, in which order, and which specs they give.
 
-`choose` takes a call (a problem, GQA ratio, length, visible keys, rounds, deterministic or not) and the name of a
-device, and gives feasible specs, the best guess first, each with the reason and its entry. `offers` gives the entries
-alone, and `measured` the speed of the entry of the very class.
+`choose` takes a `Call` and the name of a device, and gives feasible specs, the best guess first, each with the reason
+and its entry. `offers` gives the entries alone, and `measured` the speed of the entry of the very class.
 
 An entry counts if its problem has the call's element size and agrees with it in all fields but mask, dtype, score and
 alignment. Files count as runtime/tables.py says (`files_for`). Entries of searches for deterministic calls count for
@@ -35,7 +34,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, groupby
 from operator import attrgetter, ne
 from pathlib import Path
@@ -45,6 +44,7 @@ from attnforge.codegen.cost_model import bytes_per_flop
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import PROBLEM_FIELDS, Direction, Mask, Problem, Spec
+from attnforge.runtime.call import Call
 from attnforge.runtime.fitting import DISPENSABLE, replanned, spread_out
 from attnforge.runtime.rounds import MANY
 from attnforge.runtime.tables import (
@@ -100,35 +100,18 @@ class Choice:
     converted: bool = False  # to deterministic sums, with which no search has found it
 
 
-def choose(
-    problem: Problem,
-    group: int,
-    size: int,
-    name: str,
-    places: Iterable[Path] | None = None,
-    *,
-    visible_keys: int = 0,
-    deterministic: bool = False,
-    rounds: int = MANY,
-) -> Iterator[Choice]:
-    """Feasible specs for `problem` from tuned entries, nearest first, each with the reason and its entry.
+def choose(call: Call, name: str, places: Iterable[Path] | None = None) -> Iterator[Choice]:
+    """Feasible specs for a call from tuned entries, nearest first, each with the reason and its entry.
 
-    group: the GQA ratio, heads_q / heads_kv. size: query rows. name: the device's, as its table has it (`device_name`).
-    places: folders of tables, `folders()` if not given.
-
-    visible_keys: average number of keys that a query sees under the call's mask: 0 if it is unknown, and then it does
-        not matter; negative if a few keys are seen by far more queries than the others.
-    deterministic: the call wants gradients that sum in a fixed order.
-    rounds: `rounds_of` the call.
+    name: the device's, as its table has it (`device_name`). places: folders of tables, `folders()` if not given.
     """
-    of = partial(offers, visible_keys=visible_keys, deterministic=deterministic, rounds=rounds)
-    for offer in of(problem, group, size, name, places):
+    for offer in offers(call, name, places):
         try:
-            spec = replanned(problem, offer.entry, deterministic)
+            spec = replanned(call, offer.entry)
         except Infeasible:
             continue
-        few = not deterministic and rounds < offer.entry.rounds
-        spread = spread_out(spec, group, rounds) if few else spec
+        few = not call.deterministic and call.rounds < offer.entry.rounds
+        spread = spread_out(spec, call) if few else spec
         yield Choice(spread, _reason(offer, spec, spread), offer)
 
 
@@ -193,24 +176,13 @@ def _seen(entry: Tuned) -> str:
     return f", {entry.visible_keys} visible keys" if entry.visible_keys else ""
 
 
-def offers(
-    problem: Problem,
-    group: int,
-    size: int,
-    name: str,
-    places: Iterable[Path] | None = None,
-    *,
-    visible_keys: int = 0,
-    deterministic: bool = False,
-    rounds: int = MANY,
-) -> Iterator[Offer]:
+def offers(call: Call, name: str, places: Iterable[Path] | None = None) -> Iterator[Offer]:
     """The entries that count for a call, nearest first; arguments as of `choose`. Their tuning may be infeasible.
 
     Entries are compared tier by tier: criteria 1 to 4 sort the tiers, the others a tier when it is reached.
     """
-    call = _Call.of(problem, group, size, visible_keys, deterministic, rounds)
-    for tier in _counting(problem, name, places):
-        for *apart, _, row in _by_distance(list(call.distances(tier.rows))):
+    for tier in _counting(call.problem, name, places):
+        for *apart, _, row in _by_distance(list(_distances(call, tier.rows))):
             distance = (*tier.distance, *apart, row.device, -row.entry.tflops)
             yield Offer(row.entry, row.path, row.rank, distance)
 
@@ -222,26 +194,16 @@ def _by_distance(found: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         yield from sorted(found)[1:]
 
 
-def measured(
-    problem: Problem,
-    group: int,
-    size: int,
-    name: str,
-    places: Iterable[Path] | None = None,
-    *,
-    visible_keys: int = 0,
-    deterministic: bool = False,
-) -> float | None:
+def measured(call: Call, name: str, places: Iterable[Path] | None = None) -> float | None:
     """TFLOP/s of the fastest entry of the device's own tables for the class of a call, of any `rounds`; or None."""
-    call = _Call.of(problem, group, size, visible_keys, deterministic, MANY)
     same = (
         row
-        for tier in _counting(problem, name, places)
+        for tier in _counting(call.problem, name, places)
         if not any(tier.distance)
         for row in tier.rows
-        if row.group == group and row.rank == 0 and row.deterministic == deterministic
+        if row.group == call.group and row.rank == 0 and row.deterministic == call.deterministic
     )
-    speeds = (row.entry.tflops for *apart, _, _, row in call.distances(same) if not any(apart))
+    speeds = (row.entry.tflops for *apart, _, _, row in _distances(call, same) if not any(apart))
     return max(speeds, default=None)
 
 
@@ -256,48 +218,33 @@ def rounds_that_matter(
     return tuple(sorted({0, MANY} | known | fewer))
 
 
-class _Call(NamedTuple):
-    """What the distance of an entry from a call is computed from, besides their problems."""
-
-    group: int
-    octave: int  # of the length
-    seen: int  # octave of the visible keys; 0: unknown
-    may_be_long: bool  # lists of queries that see a key tile
-    deterministic: bool
-    rounds: int
-
-    @staticmethod
-    def of(
-        problem: Problem, group: int, size: int, visible_keys: int, deterministic: bool, rounds: int
-    ) -> _Call:
-        seen = _visible(problem.mask, size, visible_keys).bit_length()
-        # No deterministic kernel divides lists.
-        may_be_long = problem.mask.listed and visible_keys <= 0 and not deterministic
-        return _Call(group, size.bit_length(), seen, may_be_long, deterministic, rounds)
-
-    def distances(self, rows: Iterable[_Row]) -> Iterator[tuple[Any, ...]]:
-        """Of each entry that counts: the parts of its distance from "long lists" to "rounds", its place, and itself."""
-        group, octave, call_seen, may_be_long, deterministic, call_rounds = self
-        ratios: dict[int, float] = {}  # of the few GQA ratios of entries
-        for row in rows:
-            if row.deterministic and not deterministic:
-                continue
-            theirs = row.group
-            if theirs not in ratios:
-                ratios[theirs] = abs(math.log2(theirs / group))
-            length, seen = abs(row.octave - octave), 0
-            if call_seen:
-                seen = abs(call_seen - row.seen) if row.seen else UNKNOWN
-            converted = deterministic and not (row.fixed_order and theirs == group)
-            yield (
-                may_be_long and not row.any_order,
-                length + seen + (CONVERTED if converted else 0),
-                length,
-                ratios[theirs],
-                abs(row.rounds - call_rounds),
-                row.place,
-                row,
-            )
+def _distances(call: Call, rows: Iterable[_Row]) -> Iterator[tuple[Any, ...]]:
+    """Of each entry that counts: the parts of its distance from "long lists" to "rounds", its place, and itself."""
+    group, deterministic, rounds = call.group, call.deterministic, call.rounds
+    mask, octave = call.problem.mask, call.size.bit_length()
+    call_seen = _visible(mask, call.size, call.visible_keys).bit_length()
+    # Lists of queries that see a key tile. No deterministic kernel divides them.
+    may_be_long = mask.listed and call.visible_keys <= 0 and not deterministic
+    ratios: dict[int, float] = {}  # of the few GQA ratios of entries
+    for row in rows:
+        if row.deterministic and not deterministic:
+            continue
+        theirs = row.group
+        if theirs not in ratios:
+            ratios[theirs] = abs(math.log2(theirs / group))
+        length, seen = abs(row.octave - octave), 0
+        if call_seen:
+            seen = abs(call_seen - row.seen) if row.seen else UNKNOWN
+        converted = deterministic and not (row.fixed_order and theirs == group)
+        yield (
+            may_be_long and not row.any_order,
+            length + seen + (CONVERTED if converted else 0),
+            length,
+            ratios[theirs],
+            abs(row.rounds - rounds),
+            row.place,
+            row,
+        )
 
 
 def _visible(mask: Mask, size: int, visible_keys: int) -> int:

@@ -5,10 +5,9 @@ The operators call `resolve` once per problem class and keep the result; `forget
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -28,6 +27,7 @@ from attnforge.codegen.space import (
 )
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 from attnforge.runtime import choosing, fitting, kernels, tables
+from attnforge.runtime.call import Call
 from attnforge.runtime.choosing import Choice
 from attnforge.runtime.inputs import MASKS
 from attnforge.runtime.native.launcher import launcher
@@ -54,67 +54,39 @@ def target_of(device: torch.device) -> Target:
     return Target(tables.device_name(device), kernels.targets(device))
 
 
-def choose(
-    problem: Problem,
-    group: int,
-    size: int,
-    device: torch.device,
-    deterministic: bool = False,
-    visible_keys: int = 0,
-    split_keys: bool = False,
-    rounds: int = MANY,
-) -> Choice:
+def choose(call: Call, device: torch.device, split_keys: bool = False) -> Choice:
     """As `choose_for`, for a device of this machine."""
-    return choose_for(
-        problem, group, size, target_of(device), deterministic, visible_keys, split_keys, rounds
-    )
+    return choose_for(call, target_of(device), split_keys)
 
 
-def choose_for(
-    problem: Problem,
-    group: int,
-    size: int,
-    target: Target,
-    deterministic: bool = False,
-    visible_keys: int = 0,
-    split_keys: bool = False,
-    rounds: int = MANY,
-) -> Choice:
-    """The spec for `problem` on `target` with GQA ratio `group` and `size` query rows.
+def choose_for(call: Call, target: Target, split_keys: bool = False) -> Choice:
+    """The spec that computes `call` on `target`; the arch of the call's problem does not matter.
 
-    `deterministic`: of a backward that sums in a fixed order: an entry that was searched for such calls if one is near
-    (`choosing.choose`), else the variant of another one that does (`_deterministic`).
-    `visible_keys`, `rounds`: as `choosing.choose` takes them. `split_keys`: prefer a kernel whose blocks
-    share the keys of a query, if there is one for the problem; there are too few queries otherwise.
+    For a deterministic call: an entry that was searched for such calls if one is near (`choosing.choose`), else the
+    variant of another one that sums in a fixed order (`_deterministic`).
+    `split_keys`: prefer a kernel whose blocks share the keys of a query, if there is one for the problem; there are
+    too few queries otherwise.
     Raises Infeasible with the reason if there is no kernel, ValueError for a dtype without kernels on the device.
     """
     with tables.unchanged():
-        return _choose(problem, group, size, target, deterministic, visible_keys, split_keys, rounds)
+        return _choose(call, target, split_keys)
 
 
-def _choose(
-    problem: Problem,
-    group: int,
-    size: int,
-    target: Target,
-    deterministic: bool,
-    visible_keys: int,
-    split_keys: bool,
-    rounds: int,
-) -> Choice:
+def _choose(call: Call, target: Target, split_keys: bool) -> Choice:
+    problem = call.problem
     check_dtype(problem)
-    if split_keys and (split := _splitting(problem, group, size, target)):
+    if split_keys and (split := _splitting(call, target)):
         return Choice(split, "few queries for many keys: blocks share the keys, not tuned")
-    for choice in _offers(problem, group, size, target, visible_keys, deterministic, rounds):
-        if not deterministic or make_plan(choice.spec).deterministic:
+    for choice in _offers(call, target):
+        if not call.deterministic or make_plan(choice.spec).deterministic:
             return choice
-        if strict := _deterministic(choice.spec, group):
+        if strict := _deterministic(choice.spec, call.group):
             return Choice(strict, f"{choice.reason}; {CONVERTED}", choice.offer, converted=True)
     archs = " or ".join(arch.value for arch in target.archs)
     what = f"{archs} {problem.direction.value} kernel for {problem.head_dims}"
-    if deterministic and next(_offers(problem, group, size, target, visible_keys, False, rounds), None):
+    if call.deterministic and next(_offers(replace(call, deterministic=False), target), None):
         raise Infeasible(f"deterministic: no {what} sums dq in a fixed order; pass deterministic=False")
-    refused = first_refusal(dataclasses.replace(problem, arch=target.archs[-1]))
+    refused = first_refusal(replace(problem, arch=target.archs[-1]))
     named = refused.subject == f"head_dim {problem.head_dim}"  # by `what`
     raise Infeasible(f"q: no {what}: {refused.reason if named else refused}")
 
@@ -124,61 +96,41 @@ def _in_words(problem: Problem) -> str:
     return f"{problem.arch.value} {problem.dtype.value} {problem.direction.value}, {problem.head_dims}"
 
 
-def _offers(
-    problem: Problem,
-    group: int,
-    size: int,
-    target: Target,
-    visible_keys: int,
-    deterministic: bool,
-    rounds: int,
-) -> Iterator[Choice]:
+def _offers(call: Call, target: Target) -> Iterator[Choice]:
     """What the entries of tables offer, then what the search space does, architecture by architecture."""
-    for arch in _by_speed(problem, group, size, target, visible_keys, deterministic):
-        there = dataclasses.replace(problem, arch=arch)
-        for choice in choosing.choose(
-            there,
-            group,
-            size,
-            target.name,
-            visible_keys=visible_keys,
-            deterministic=deterministic,
-            rounds=rounds,
-        ):
+    for arch in _by_speed(call, target):
+        there = call.on(arch)
+        for choice in choosing.choose(there, target.name):
             if refused := kernels.refusal(choice.spec):
                 log.debug("%s of %s cannot run here: %s", choice.spec.slug, target.name, refused)
             else:
                 yield choice
         count = 0
-        for spec in candidates(there, partial(fitting.fits_order, there, deterministic)):
+        for spec in candidates(there.problem, partial(fitting.fits_order, there)):
             count += 1
-            reason = f"first feasible of the search space, as no tuned entry fits {_in_words(there)}"
+            reason = f"first feasible of the search space, as no tuned entry fits {_in_words(there.problem)}"
             yield Choice(spec, reason)
         if not count:
-            log.debug("no %s kernel for %s: %s", arch.value, there, why_infeasible(there))
+            log.debug("no %s kernel for %s: %s", arch.value, there.problem, why_infeasible(there.problem))
 
 
-def _splitting(problem: Problem, group: int, size: int, target: Target) -> Spec | None:
+def _splitting(call: Call, target: Target) -> Spec | None:
     """The kernel of the first target that has one, for the query rows of a kv head in calls of this octave."""
-    shortest = 1 << (size.bit_length() - 1)
-    rows = group * shortest, group * (2 * shortest - 1)
-    specs = (splitting(dataclasses.replace(problem, arch=arch), *rows) for arch in target.archs)
+    shortest = 1 << (call.size.bit_length() - 1)
+    rows = call.group * shortest, call.group * (2 * shortest - 1)
+    specs = (splitting(replace(call.problem, arch=arch), *rows) for arch in target.archs)
     return next(chain.from_iterable(specs), None)
 
 
-def _by_speed(
-    problem: Problem, group: int, size: int, target: Target, visible_keys: int, deterministic: bool
-) -> tuple[Arch, ...]:
+def _by_speed(call: Call, target: Target) -> tuple[Arch, ...]:
     """The architectures of a target, best first: by speed if all were measured on this problem class.
 
-    For a `deterministic` call by searches for such calls, else by the others.
+    For a deterministic call by searches for such calls, else by the others.
     """
-    for strict in (True, False) if deterministic else (False,):
+    for strict in (True, False) if call.deterministic else (False,):
         speeds: list[tuple[float, Arch]] = []
         for arch in target.archs:
-            there = dataclasses.replace(problem, arch=arch)
-            of = partial(choosing.measured, there, group, size, target.name)
-            if not (speed := of(visible_keys=visible_keys, deterministic=strict)):
+            if not (speed := choosing.measured(replace(call.on(arch), deterministic=strict), target.name)):
                 break
             speeds.append((-speed, arch))
         else:
@@ -262,9 +214,15 @@ def resolve(
         mask_mod=MaskMod(mask_mod),
         score=ScoreMod(score),
     )
-    group = heads_q // heads_kv
-    strict = deterministic and backward
-    choice = choose(problem, group, seq_q, device, strict, visible_keys, split_keys, rounds)
+    call = Call(
+        problem,
+        heads_q // heads_kv,
+        seq_q,
+        visible_keys=visible_keys,
+        deterministic=deterministic and backward,
+        rounds=rounds,
+    )
+    choice = choose(call, device, split_keys)
     log.debug("%s: %s", choice.spec.slug, choice.reason)
     handle = kernels.load(choice.spec, device)
     _reasons[handle] = choice.reason

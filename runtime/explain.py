@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates, why_infeasible
-from attnforge.codegen.spec import Arch, Problem, Spec
+from attnforge.codegen.spec import Arch, Problem
 from attnforge.runtime import choosing, fitting
+from attnforge.runtime.call import Call
 from attnforge.runtime.choosing import DISTANCES, Choice, Offer
 from attnforge.runtime.dispatch import Target, choose_for
-from attnforge.runtime.rounds import MANY
 from attnforge.runtime.tables import Tuned
 
 RANKS = ("of this device", "measured on another device", "modelled, not measured")
@@ -37,47 +37,30 @@ class Explanation:
     entries: tuple[Rejected, ...]
 
 
-def explain(
-    problem: Problem,
-    group: int,
-    size: int,
-    target: Target,
-    deterministic: bool = False,
-    visible_keys: int = 0,
-    rounds: int = MANY,
-) -> Explanation:
+def explain(call: Call, target: Target) -> Explanation:
     """The choice for a call and the reasons; arguments and errors as `dispatch.choose_for`."""
-    choice = choose_for(problem, group, size, target, deterministic, visible_keys, rounds=rounds)
-    chosen = choice.spec.problem
-    found = list(
-        choosing.offers(
-            chosen,
-            group,
-            size,
-            target.name,
-            visible_keys=visible_keys,
-            deterministic=deterministic,
-            rounds=rounds,
-        )
-    )
+    choice = choose_for(call, target)
     taken = choice.offer
+    there = call.on(choice.spec.problem.arch)
     others = {
-        offer.entry.spec.slug: _why_not(offer, taken, chosen, deterministic)
-        for offer in reversed(found)  # of several entries of a kernel the nearest
+        offer.entry.spec.slug: _why_not(offer, taken, there)
+        for offer in reversed(
+            list(choosing.offers(there, target.name))
+        )  # of several entries of a kernel the nearest
         if offer != taken and offer.entry.spec.tuning != choice.spec.tuning
     }
     entries = tuple(Rejected(name, others[name]) for name in reversed(others))
-    archs = tuple(_other_archs(problem, choice.spec, target, group, size, visible_keys, deterministic))
+    archs = tuple(_other_archs(call, choice.spec.problem.arch, target))
     return Explanation(choice, taken is None, archs, entries)
 
 
-def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic: bool) -> str:
+def _why_not(offer: Offer, taken: Offer | None, call: Call) -> str:
     """The first thing that puts an entry behind the one that was taken, or why it cannot be taken at all."""
     try:
-        plan = make_plan(fitting.replanned(problem, offer.entry, deterministic))
+        plan = make_plan(fitting.replanned(call, offer.entry))
     except Infeasible as reason:
         return f"infeasible here: {reason}"
-    if deterministic and not plan.deterministic and taken is None:
+    if call.deterministic and not plan.deterministic and taken is None:
         return "its sums have no fixed order"
     if taken is None:
         return "not reached"
@@ -85,7 +68,7 @@ def _why_not(offer: Offer, taken: Offer | None, problem: Problem, deterministic:
         return f"{RANKS[offer.rank]} ({offer.path.name})"
     for name, mine, best in zip(DISTANCES, offer.distance, taken.distance, strict=True):
         if mine != best:
-            return _farther(name, offer, taken, deterministic)
+            return _farther(name, offer, taken, call.deterministic)
     return "as near and as fast: the chosen one comes first by name"
 
 
@@ -127,36 +110,24 @@ def _farther(name: str, offer: Offer, taken: Offer, deterministic: bool) -> str:
     return f"{name} {values[0]}; that of the chosen one is nearer: {values[1]}"
 
 
-def _other_archs(
-    problem: Problem,
-    spec: Spec,
-    target: Target,
-    group: int,
-    size: int,
-    visible_keys: int,
-    deterministic: bool,
-) -> Iterator[Rejected]:
+def _other_archs(call: Call, chosen: Arch, target: Target) -> Iterator[Rejected]:
     """The other architectures that the device runs."""
 
     def speed(arch: Arch, strict: bool) -> float | None:
-        there = dataclasses.replace(problem, arch=arch)
-        return choosing.measured(
-            there, group, size, target.name, visible_keys=visible_keys, deterministic=strict
-        )
+        return choosing.measured(dataclasses.replace(call.on(arch), deterministic=strict), target.name)
 
     # As dispatch compares them: by searches for deterministic calls only if all were measured in such.
-    strict = deterministic and all(speed(arch, True) for arch in target.archs)
-    mine = speed(spec.problem.arch, strict)
+    strict = call.deterministic and all(speed(arch, True) for arch in target.archs)
+    mine = speed(chosen, strict)
     for arch in target.archs:
-        if arch is spec.problem.arch:
+        if arch is chosen:
             continue
-        there = dataclasses.replace(problem, arch=arch)
+        there = dataclasses.replace(call.problem, arch=arch)
         if next(candidates(there), None) is None:
             yield Rejected(arch.value, why_infeasible(there))
         elif mine and (theirs := speed(arch, strict)):
             yield Rejected(arch.value, f"measured slower: {theirs:#.4g} TFLOP/s, the chosen one {mine:#.4g}")
         else:
             yield Rejected(
-                arch.value,
-                f"not compared by speed: {spec.problem.arch.value} comes first unless both were measured",
+                arch.value, f"not compared by speed: {chosen.value} comes first unless both were measured"
             )

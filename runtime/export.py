@@ -19,6 +19,7 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, tables
+from attnforge.runtime.call import Call
 
 ALIGN_GPU = 16  # bytes: the widest copy of the kernels
 ROWS = 4096  # number of rows that kernels are chosen for if no shape is given
@@ -108,7 +109,7 @@ def _offers(problem: Problem, shape: Shape) -> Iterator[tuple[Spec, str]]:
     archs = (Arch.SM90A, Arch.SM90) if problem.arch is Arch.SM90A else (problem.arch,)
     for arch in archs:
         there = dataclasses.replace(problem, arch=arch)
-        tuned = choosing.choose(there, shape.group, shape.rows, here)
+        tuned = choosing.choose(Call(there, shape.group, shape.rows), here)
         first = ((spec, "first of the search space") for spec in candidates(there))
         of_tables = ((choice.spec, choice.reason) for choice in tuned)
         yield from ((spec, reason) for spec, reason in chain(of_tables, first) if not needs_amx(spec))

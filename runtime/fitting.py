@@ -15,7 +15,8 @@ from itertools import chain, combinations
 
 from attnforge.codegen.families import make_plan, make_tuning
 from attnforge.codegen.plan import Infeasible
-from attnforge.codegen.spec import Direction, Problem, Spec, Tuning
+from attnforge.codegen.spec import Direction, Spec, Tuning
+from attnforge.runtime.call import Call
 from attnforge.runtime.tables import Tuned
 
 # Knobs of a backward without which it computes more problems (`planned`), and what they stand for.
@@ -26,20 +27,20 @@ DISPENSABLE = {
 }
 
 
-def replanned(problem: Problem, entry: Tuned, deterministic: bool = False) -> Spec:
+def replanned(call: Call, entry: Tuned) -> Spec:
     """The spec of a call with the tuning of an entry, changed as `fits_order` and `planned` say, or Infeasible."""
-    tuning = entry.spec.tuning
-    if not fits_order(problem, deterministic, tuning):
+    problem, tuning = call.problem, entry.spec.tuning
+    if not fits_order(call, tuning):
         tuning = make_tuning(problem, tuning.to_json() | {"deterministic": 0})
     return planned(Spec(problem, tuning))
 
 
-def fits_order(problem: Problem, deterministic: bool, tuning: Tuning) -> bool:
-    """False for a kernel that sums gradients of a score's tensors in a fixed order where the call does not want that.
+def fits_order(call: Call, tuning: Tuning) -> bool:
+    """False for a kernel that sums gradients of a score's tensors in a fixed order where the call is not deterministic.
 
     Such a kernel may be the fastest for the other gradients, but for these it takes 80 bytes an element.
     """
-    return deterministic or not (problem.score.wanted and getattr(tuning, "deterministic", False))
+    return call.deterministic or not (call.problem.score.wanted and getattr(tuning, "deterministic", False))
 
 
 def planned(spec: Spec) -> Spec:
@@ -78,7 +79,7 @@ def _dispensable(spec: Spec) -> Iterator[tuple[str, ...]]:
     return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
 
 
-def spread_out(spec: Spec, group: int, rounds: int) -> Spec:
+def spread_out(spec: Spec, call: Call) -> Spec:
     """A backward's spec for a call of fewer rounds than it was tuned with; the same where nothing is to change.
 
     Where key tiles of kv heads leave more than a quarter of the GPU idle, each q head of a group has blocks of its own.
@@ -87,10 +88,10 @@ def spread_out(spec: Spec, group: int, rounds: int) -> Spec:
     from one round on. See docs/experiments.md, 118.
     """
     knobs = spec.tuning.to_json()
-    if "split_heads" not in knobs or (rounds > 0 and group > 1):
+    if "split_heads" not in knobs or (call.rounds > 0 and call.group > 1):
         return spec
     changes = {"deterministic": 0, "launch_order": 0}
-    if group > 1:
+    if call.group > 1:
         changes |= {"split_heads": 1, "persistent": 0}
     changes = {name: value for name, value in changes.items() if knobs.get(name, value) != value}
     if not changes:

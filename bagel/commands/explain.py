@@ -12,10 +12,9 @@ from attnforge.bagel.commands.options import gpu_option, number, selecting
 
 if TYPE_CHECKING:
     from attnforge.bagel.commands.selection import Selection
-    from attnforge.codegen.spec import Problem
+    from attnforge.runtime.call import Call
     from attnforge.runtime.dispatch import Target
     from attnforge.runtime.explain import Explanation
-    from attnforge.runtime.search.case import Case
 
 
 # `may_split` of runtime/native/split_choice.h.
@@ -51,22 +50,22 @@ def explain(selection: Selection, deterministic: bool, most: int) -> None:
         case.check()
         for direction in selection.directions:
             problem = case.problem(direction, target.archs[0])
-            group = case.heads_q // case.heads_kv
             strict = deterministic and direction is Direction.BACKWARD
-            rounds = case.rounds(direction, multiprocessors(gpu) if gpu else None)
-            found = explaining.explain(problem, group, case.seq_q, target, strict, case.visible_keys, rounds)
+            call = case.call(problem, multiprocessors(gpu) if gpu else None)
+            call = dataclasses.replace(call, deterministic=strict)
+            found = explaining.explain(call, target)
             echo(f"{case.name} {direction.value} {case.dtype.value} on {target.name}")
-            splitting = _splitting(problem, group, case, target) if direction is Direction.FORWARD else None
+            splitting = _splitting(call, case.seq_k, target) if direction is Direction.FORWARD else None
             _say(found, most, splitting)
 
 
-def _splitting(problem: Problem, group: int, case: Case, target: Target) -> str | None:
+def _splitting(call: Call, keys: int, target: Target) -> str | None:
     """The kernel whose blocks share the keys, if a call of few queries for many keys may get it instead."""
     from attnforge.runtime.dispatch import choose_for
 
-    if case.seq_q > MOST_QUERIES or case.seq_k < max(LEAST_KEYS, KEYS_OF_A_QUERY * case.seq_q):
+    if call.size > MOST_QUERIES or keys < max(LEAST_KEYS, KEYS_OF_A_QUERY * call.size):
         return None
-    spec = choose_for(problem, group, case.seq_q, target, split_keys=True).spec
+    spec = choose_for(call, target, split_keys=True).spec
     return spec.slug if getattr(spec.tuning, "splits", 0) else None
 
 

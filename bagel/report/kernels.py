@@ -48,16 +48,7 @@ def compare(run: Run, winner: Variant, case: Case | None) -> Comparison:
 
 
 def _of_package(spec: Spec, case: Case, device: str) -> Spec | None:
-    group = case.heads_q // case.heads_kv
-    choices = choosing.choose(
-        spec.problem,
-        group,
-        case.seq_q,
-        device,
-        (tables.PACKAGED,),
-        visible_keys=case.visible_keys,
-        rounds=case.rounds(spec.problem.direction, multiprocessors(device)),
-    )
+    choices = choosing.choose(case.call(spec.problem, multiprocessors(device)), device, (tables.PACKAGED,))
     return next((choice.spec for choice in choices), None)
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from attnforge.bagel.models import MODELS, Model
@@ -20,6 +20,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, kernels, tables
 from attnforge.runtime.build import cache
 from attnforge.runtime.build.errors import CompileError
+from attnforge.runtime.call import Call
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.prologue_kernels import choose
 from attnforge.runtime.rounds import MANY, rounds_of
@@ -118,9 +119,10 @@ def _answers(wanted: Request, targets: Sequence[Target]) -> Iterator[Spec]:
         ):
             problem = Problem(direction, target.archs[0], dtype, model.head_dim, mask, align)
             strict = deterministic and direction is Direction.BACKWARD
+            call = Call(problem, group, size, visible_keys=visible_keys, deterministic=strict)
             for rounds in _rounds(problem, group, model, size, target):
                 try:
-                    yield choose_for(problem, group, size, target, strict, visible_keys, rounds=rounds).spec
+                    yield choose_for(replace(call, rounds=rounds), target).spec
                 except Infeasible:
                     continue  # a call would raise, too
 

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from attnforge.codegen.spec import Direction, Mask, Problem
 from attnforge.runtime import dispatch, kernels
+from attnforge.runtime.call import Call
 from attnforge.runtime.inputs import MASKS, is_scale
 
 _FULL, _CAUSAL, _DENSE = (MASKS.index(kind) for kind in (Mask.FULL, Mask.CAUSAL, Mask.DENSE))
@@ -191,7 +192,7 @@ def _find_missing(
         align = min(4, kernels.DTYPES[dtype].bytes)
         problem = Problem(direction, arch, kernels.DTYPES[dtype], dim, MASKS[mask], align, dim_v)
         try:
-            dispatch.choose(problem, 1, 1024, device)
+            dispatch.choose(Call(problem, group=1, size=1024), device)
         except ValueError:
             dims = f"{dim}" if dim == dim_v else f"{dim} and {dim_v}"
             what = f"{direction.value} kernels for {MASKS[mask].value} masks, {dtype} and head_dim {dims}"

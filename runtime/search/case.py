@@ -11,6 +11,7 @@ import torch
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
+from attnforge.runtime.call import Call
 from attnforge.runtime.inputs import check_forward, check_score
 from attnforge.runtime.kernels import TORCH_DTYPES
 from attnforge.runtime.masks import AnyMask, Causal, FunctionMask, Spans
@@ -83,6 +84,17 @@ class Case:
             (self.heads_q, self.seq_q) if direction is Direction.FORWARD else (self.heads_kv, self.seq_k)
         )
         return rounds_of(self.batch, heads, rows, multiprocessors)
+
+    def call(self, problem: Problem, multiprocessors: int | None = None) -> Call:
+        """What a kernel for a problem of the case is chosen by; `multiprocessors` as of `rounds`."""
+        return Call(
+            problem,
+            self.heads_q // self.heads_kv,
+            self.seq_q,
+            visible_keys=self.visible_keys,
+            deterministic=self.deterministic and problem.direction is Direction.BACKWARD,
+            rounds=self.rounds(problem.direction, multiprocessors),
+        )
 
     def flops(self, direction: Direction) -> float:
         """Arithmetic of the visible pairs: two products forward, five backward (2.5 times that at equal head dims)."""

@@ -421,13 +421,11 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     """
     if not specs:
         return specs
-    problem, group = specs[0].problem, case.heads_q // case.heads_kv
-    seen, rounds = case.visible_keys, case.rounds(problem.direction)
-    if case.deterministic:
-        target = Target(device_name, (problem.arch,))
-        first = [choose_for(problem, group, case.seq_q, target, True, seen, rounds=rounds).spec]
+    call = case.call(specs[0].problem)
+    if call.deterministic:
+        first = [choose_for(call, Target(device_name, (call.problem.arch,))).spec]
     else:
-        choices = choosing.choose(problem, group, case.seq_q, device_name, visible_keys=seen, rounds=rounds)
+        choices = choosing.choose(call, device_name)
         first = choosing.different((choice.spec for choice in choices), NEAR) or specs[:1]
     knobs = first[0].to_json()["tuning"]
     if "split_heads" in knobs:

@@ -18,6 +18,7 @@ from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, tables
+from attnforge.runtime.call import Call
 
 # [knobs..., registers, milliseconds] of every variant of a search: H200, mma.sync, finetune/0 28/4/128 bf16 spans.
 MEASURED = json.loads((Path(__file__).parent / "data" / "sm90_finetune0.json").read_text())
@@ -124,11 +125,11 @@ def test_every_architecture_has_the_models_and_the_challenges_heads() -> None:
 
 def test_measured_entries_come_first() -> None:
     problem = Problem(Direction.FORWARD, Arch.SM89, DType.FLOAT16, 64, Mask.SPANS)
-    reasons = [choice.reason for choice in choosing.choose(problem, 7, 8192, "")]
+    reasons = [choice.reason for choice in choosing.choose(Call(problem, 7, 8192), "")]
     assert reasons
     assert all(reason.startswith("modelled, not measured") for reason in reasons)
     hopper = dataclasses.replace(problem, arch=Arch.SM90, head_dim=128)
-    assert all(choice.reason.startswith("tuned as") for choice in choosing.choose(hopper, 7, 8192, ""))
+    assert all(choice.reason.startswith("tuned as") for choice in choosing.choose(Call(hopper, 7, 8192), ""))
 
 
 @pytest.mark.nvcc

@@ -27,6 +27,7 @@ from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Spec, Tuning
 from attnforge.runtime import dispatch, export, kernels, tables
+from attnforge.runtime.call import Call
 
 pytestmark = amx.needs_x86
 
@@ -149,7 +150,7 @@ def test_without_tile_registers_they_are_passed_over(
     device = torch.device("cpu")
     tables.save(tables.device_name(device), [tables.Tuned(spec, 1, 512, 1.0, 1.0)], tmp_path)
     with caplog.at_level(logging.DEBUG, logger="attnforge"):
-        assert not needs_amx(dispatch.choose(spec.problem, 1, 512, device).spec)
+        assert not needs_amx(dispatch.choose(Call(spec.problem, 1, 512), device).spec)
     assert f"{spec.slug} of {tables.device_name(device)} cannot run here: Linux refuses" in caplog.text
     with pytest.raises(ValueError, match=r"needs the tile registers of Intel AMX, but Linux refuses"):
         kernels.load(spec, device)

@@ -19,6 +19,7 @@ from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, kernels, ops
+from attnforge.runtime.call import Call
 from attnforge.runtime.export import alignment
 from attnforge.runtime.masks import AnyMask, Causal, DenseMask, Spans
 from attnforge.runtime.search.reference import reference
@@ -36,7 +37,7 @@ def spec_of(tuning: Fp32Forward, arch: Arch, dim: int, mask: Mask, dim_v: int = 
 )
 def test_it_is_chosen_where_tensor_cores_have_no_lead(arch: Arch, lanes: bool) -> None:
     problem = Problem(Direction.FORWARD, arch, DType.FLOAT32, 64, Mask.DENSE)
-    choice = next(choosing.choose(problem, 1, 4096, ""))
+    choice = next(choosing.choose(Call(problem, 1, 4096), ""))
     spec, reason = choice.spec, choice.reason
     assert isinstance(spec.tuning, Fp32Forward)
     assert (spec.tuning.o_splits == 0) == lanes

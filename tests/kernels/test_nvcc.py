@@ -20,6 +20,7 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, tables
 from attnforge.runtime.build import toolchain
+from attnforge.runtime.call import Call
 
 pytestmark = [pytest.mark.nvcc, pytest.mark.usefixtures("nvcc")]
 
@@ -97,7 +98,9 @@ def test_kernels_found_for_other_head_dims_compile_cleanly(
     specs = []
     for direction, dim in product(Direction, head_dims):
         problem = Problem(direction, Arch.SM90A, DType.BFLOAT16, dim, mask)
-        specs.append(next(choosing.choose(problem, 1, 4096, "NVIDIA H100 80GB HBM3", [tables.PACKAGED])).spec)
+        specs.append(
+            next(choosing.choose(Call(problem, 1, 4096), "NVIDIA H100 80GB HBM3", [tables.PACKAGED])).spec
+        )
     check_hopper(specs, tmp_path)
 
 

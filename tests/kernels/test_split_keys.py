@@ -24,6 +24,7 @@ from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, splitting
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import dispatch, kernels, ops
+from attnforge.runtime.call import Call
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.masks import AnyMask
 from attnforge.runtime.native.operators import operators
@@ -193,25 +194,27 @@ def test_tiles_hold_the_rows_of_a_group() -> None:
 
 def test_dispatch_prefers_them_where_asked() -> None:
     problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, 128, Mask.FULL)
-    chosen = choose_for(problem, 7, 1, H200, split_keys=True)
+    chosen = choose_for(Call(problem, 7, 1), H200, split_keys=True)
     assert (chosen.spec.problem.arch, chosen.spec.tuning) == (Arch.SM90A, next(split_tunings(problem, 7, 7)))
-    assert choose_for(problem, 7, 1, H200).spec.problem.arch is Arch.SM90A
-    assert not getattr(choose_for(problem, 7, 1, H200).spec.tuning, "splits", 0)
+    assert choose_for(Call(problem, 7, 1), H200).spec.problem.arch is Arch.SM90A
+    assert not getattr(choose_for(Call(problem, 7, 1), H200).spec.tuning, "splits", 0)
     # Rows of 8 or fewer bytes cannot be copied by TMA.
-    unaligned = choose_for(replace(problem, align=8), 7, 1, H200, split_keys=True)
+    unaligned = choose_for(Call(replace(problem, align=8), 7, 1), H200, split_keys=True)
     assert (unaligned.spec.problem.arch, unaligned.spec.tuning) == (Arch.SM90, SPLITTING[0][1])
     older = Target("NVIDIA A100", (Arch.SM80,))
     for group, rows, tiles in ((7, (2, 3), 32), (5, (2, 3), 16), (4, (16, 31), 64)):
         # Of 2 and of 3 queries, one class: tiles for the larger, of 21 or 15 rows. Products are the bound of 16 to 31
         # queries of 4 heads: tiles for the fewest.
         chosen_tiles = {
-            choose_for(replace(problem, arch=Arch.SM80), group, n, older, split_keys=True).spec.tuning.tile_m
+            choose_for(
+                Call(replace(problem, arch=Arch.SM80), group, n), older, split_keys=True
+            ).spec.tuning.tile_m
             for n in rows
         }
         assert chosen_tiles == {tiles}
     # No kernel splits these: as without the wish.
     for alone in (Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 128, Mask.FULL), other_mask()):
-        assert choose_for(alone, 7, 1, H200, split_keys=True) == choose_for(alone, 7, 1, H200)
+        assert choose_for(Call(alone, 7, 1), H200, split_keys=True) == choose_for(Call(alone, 7, 1), H200)
 
 
 def other_mask() -> Problem:

@@ -32,6 +32,7 @@ from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 from attnforge.runtime import dispatch, kernels, ops
+from attnforge.runtime.call import Call
 from attnforge.runtime.masks import AnyMask, FunctionMask
 
 DIMS = [(256, 256), (192, 192), (192, 128)]
@@ -124,8 +125,8 @@ def test_first_guess(dims: tuple[int, int], score: str, tile_n: int, pair: bool)
 def test_gemma_2_takes_it(device: str, mask: Mask) -> None:
     """Softcap 50 at head_dim 256, causal and with a sliding window: what `register_huggingface` calls."""
     target = dispatch.Target(device, (Arch.SM90A, Arch.SM90))
-    choice = dispatch.choose_for(problem(DIMS[0], mask, TEXTS["softcap"]), 2, 8192, target)
-    plain = dispatch.choose_for(problem(DIMS[0], mask), 2, 8192, target)
+    choice = dispatch.choose_for(Call(problem(DIMS[0], mask, TEXTS["softcap"]), 2, 8192), target)
+    plain = dispatch.choose_for(Call(problem(DIMS[0], mask), 2, 8192), target)
     assert isinstance(choice.spec.tuning, Sm90BackwardWide)
     assert choice.spec.tuning.pair
     assert choice.spec.tuning == plain.spec.tuning
@@ -501,7 +502,7 @@ def test_what_dispatch_chooses_does_not_spill(device: str, nvcc: None, tmp_path:
     target = dispatch.Target(device, (Arch.SM90A, Arch.SM90))
     scored = [problem(DIMS[0], Mask.CAUSAL, TEXTS[name]) for name in ("softcap", "alibi", "relative")]
     calls = [*scored, problem(DIMS[0], Mask.DENSE, mask_mod=TREE)]
-    specs = [dispatch.choose_for(of, 2, 8192, target).spec for of in calls]
+    specs = [dispatch.choose_for(Call(of, 2, 8192), target).spec for of in calls]
     assert all(isinstance(spec.tuning, Sm90BackwardWide) and spec.tuning.pair for spec in specs)
     log, resources = compile_strictly([render(spec) for spec in specs], tmp_path)
     assert not SERIALISED.search(log), log

@@ -31,6 +31,7 @@ from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, tables
+from attnforge.runtime.call import Call
 from attnforge.runtime.rounds import MANY
 from attnforge.runtime.tables import Tuned
 
@@ -38,7 +39,7 @@ from attnforge.runtime.tables import Tuned
 def chosen(
     problem: Problem, directory: Path, group: int = 7, size: int = 1024, name: str = H200
 ) -> list[Spec]:
-    return [choice.spec for choice in choosing.choose(problem, group, size, name, (directory,))]
+    return [choice.spec for choice in choosing.choose(Call(problem, group, size), name, (directory,))]
 
 
 def test_nearest_length_first(tmp_path: Path) -> None:
@@ -88,14 +89,14 @@ def test_other_hopper_gpus_take_the_nearest_chips_entries(name: str, nearest: st
     )
     for device, tuning in ((H200, first), (OTHER, second)):
         tables.save(device, [Tuned(Spec(PROBLEM, tuning), 7, 1024, 1.0, speeds[device])], tmp_path)
-    choice, *_ = choosing.choose(PROBLEM, 7, 1024, name, [tmp_path])
+    choice, *_ = choosing.choose(Call(PROBLEM, 7, 1024), name, [tmp_path])
     spec, reason = choice.spec, choice.reason
     assert spec.tuning == (first if nearest == H200 else second)
     assert reason.endswith("; of another device, not measured on this one")
-    offer, *_ = choosing.offers(PROBLEM, 7, 1024, name, [tmp_path])
+    offer, *_ = choosing.offers(Call(PROBLEM, 7, 1024), name, [tmp_path])
     parts = dict(zip(choosing.DISTANCES, offer.distance, strict=True))
     assert (parts["speed"], parts["device"] >= 1, parts["shape"]) == (-speeds[nearest], True, 0)
-    choice, *_ = choosing.choose(PROBLEM, 7, 1024, nearest, [tmp_path])
+    choice, *_ = choosing.choose(Call(PROBLEM, 7, 1024), nearest, [tmp_path])
     assert "another device" not in choice.reason
 
 
@@ -148,7 +149,7 @@ def test_both_head_dims_of_an_entry_that_stands_in_count(tmp_path: Path) -> None
         entry = of_head_dim(head_dim, tuning, dim_v, direction=Direction.BACKWARD)
         tables.save(H200, [entry], tmp_path)
     assert [spec.tuning for spec in chosen(backward, tmp_path)] == [tunings[i] for i in (4, 1, 0, 2)]
-    _, choice, *_ = choosing.choose(backward, 7, 1024, H200, [tmp_path])
+    _, choice, *_ = choosing.choose(Call(backward, 7, 1024), H200, [tmp_path])
     assert choice.reason.endswith("(nvidia-h200.json); entry of head_dim 192 and 128 of v")
 
 
@@ -158,7 +159,7 @@ def test_the_first_folder_wins(tmp_path: Path) -> None:
     places = tmp_path / "own", tmp_path / "packaged"
     tables.save(H200, [first], places[0])
     tables.save(H200, [replace(first, spec=second.spec, tflops=900.0)], places[1])
-    assert [choice.spec for choice in choosing.choose(PROBLEM, 7, 1024, H200, places)] == [first.spec]
+    assert [choice.spec for choice in choosing.choose(Call(PROBLEM, 7, 1024), H200, places)] == [first.spec]
     assert tables.known(H200, places) == (first,)
 
 
@@ -238,17 +239,17 @@ def test_the_order_of_many_entries_is_that_of_the_criteria(direction: Direction,
         tables.save(device, [entry for name, entry in found if name == device], tmp_path)
     kept = [(device, entry) for device in (H200, OTHER) for entry in tables.load(device, tmp_path)]
     for _ in range(60):
-        call, group, size = problem(), draw.choice((1, 2, 7)), draw.randint(100, 100_000)
-        more = {"visible_keys": draw.choice((-90, 0, 90, 900)) if call.mask is Mask.SPANS else 0} | numbers()
+        other, group, size = problem(), draw.choice((1, 2, 7)), draw.randint(100, 100_000)
+        more = {"visible_keys": draw.choice((-90, 0, 90, 900)) if other.mask is Mask.SPANS else 0} | numbers()
 
         def key(one: tuple[str, Tuned]) -> tuple[Any, ...]:
             name, entry = one
             speed = name != H200, -entry.tflops, entry.spec.slug
-            return (*by_criteria(entry, call, group, size, **more), *speed)  # noqa: B023
+            return (*by_criteria(entry, other, group, size, **more), *speed)  # noqa: B023
 
         counting = [one for one in kept if more["deterministic"] or not one[1].deterministic]
         expected = [entry for _, entry in sorted(counting, key=key)]
-        offers = choosing.offers(call, group, size, H200, [tmp_path], **more)
+        offers = choosing.offers(Call(other, group, size, **more), H200, [tmp_path])
         assert [offer.entry for offer in offers] == expected
 
 
@@ -297,7 +298,7 @@ def test_the_nearest_ratio_is_the_one_with_the_nearest_quotient(tmp_path: Path) 
     specs = list(islice(candidates(PROBLEM), 2))
     pairs = zip(specs, (1, 8), strict=True)
     tables.save(H200, [Tuned(spec, group, 1024, 1.0, 1.0) for spec, group in pairs], tmp_path)
-    found = [choice.spec for choice in choosing.choose(PROBLEM, 4, 1024, H200, (tmp_path,))]
+    found = [choice.spec for choice in choosing.choose(Call(PROBLEM, 4, 1024), H200, (tmp_path,))]
     assert found == [specs[1], specs[0]]
 
 
@@ -321,7 +322,7 @@ def test_what_was_measured_is_of_the_very_class(tmp_path: Path) -> None:
     tables.save(H200, entries(PROBLEM, 1), tmp_path)
 
     def speed(group: int = 7, size: int = 1024, name: str = H200, **changes: Any) -> float | None:
-        return choosing.measured(replace(PROBLEM, **changes), group, size, name, [tmp_path])
+        return choosing.measured(Call(replace(PROBLEM, **changes), group, size), name, [tmp_path])
 
     assert speed() == speed(size=2047) == 100.0
     others: tuple[dict[str, Any], ...] = (
@@ -342,7 +343,9 @@ def test_where_visible_keys_are_unknown_the_fastest_pack_was_measured(tmp_path: 
     (entry,) = entries(PROBLEM, 1)
     packs = [replace(entry, visible_keys=keys, tflops=speed) for keys, speed in ((700, 100.0), (90, 200.0))]
     tables.save(H200, packs, tmp_path)
-    speeds = [choosing.measured(PROBLEM, 7, 1024, H200, [tmp_path], visible_keys=n) for n in (700, 90, 0)]
+    speeds = [
+        choosing.measured(Call(PROBLEM, 7, 1024, visible_keys=n), H200, [tmp_path]) for n in (700, 90, 0)
+    ]
     assert speeds == [100.0, 200.0, 200.0]
 
 
@@ -360,7 +363,7 @@ def test_small_backwards_have_more_blocks_that_do_not_wait(
     rounds: int, group: int, expected: dict[str, int], tmp_path: Path
 ) -> None:
     tables.save(H200, [ordered()], tmp_path)
-    choice = next(choosing.choose(BACKWARD, group, 1024, H200, [tmp_path], rounds=rounds))
+    choice = next(choosing.choose(Call(BACKWARD, group, 1024, rounds=rounds), H200, [tmp_path]))
     spec, reason = choice.spec, choice.reason
     assert {name: getattr(spec.tuning, name) for name in expected} == expected
     assert (choosing.FEW_TILES in reason) != expected["deterministic"]
@@ -369,8 +372,8 @@ def test_small_backwards_have_more_blocks_that_do_not_wait(
 
 def test_a_small_deterministic_call_keeps_its_order(tmp_path: Path) -> None:
     tables.save(H200, [ordered()], tmp_path)
-    of = {"rounds": 0, "deterministic": True}
-    choice = next(choosing.choose(BACKWARD, 7, 1024, H200, [tmp_path], **of))  # type: ignore[arg-type]
+    call = Call(BACKWARD, 7, 1024, rounds=0, deterministic=True)
+    choice = next(choosing.choose(call, H200, [tmp_path]))
     assert choice.spec == ordered().spec
     assert choosing.FEW_TILES not in choice.reason
 
@@ -386,15 +389,17 @@ def test_rounds_that_matter_have_all_choices(direction: Direction, group: int, t
         few, many = entries(PROBLEM, 2)
         few, many = replace(few, size=1024, rounds=3), replace(many, size=1024)
     tables.save(H200, [few, many], tmp_path)
-    call = few.spec.problem
+    other = few.spec.problem
 
     def chosen_for(values: Iterable[int]) -> set[Spec]:
-        choices = (choosing.choose(call, group, 1024, H200, [tmp_path], rounds=rounds) for rounds in values)
+        choices = (
+            choosing.choose(Call(other, group, 1024, rounds=rounds), H200, [tmp_path]) for rounds in values
+        )
         return {next(found).spec for found in choices}
 
     everything = chosen_for(range(MANY + 1))
     assert {few.spec, many.spec} <= everything
-    assert chosen_for(choosing.rounds_that_matter(call, group, H200, [tmp_path])) == everything
+    assert chosen_for(choosing.rounds_that_matter(other, group, H200, [tmp_path])) == everything
 
 
 def test_of_scores_the_formula_counts_then_none_then_another(
@@ -408,5 +413,5 @@ def test_of_scores_the_formula_counts_then_none_then_another(
     specs = [next(candidates(one)) for one in scored]
     speeds = (2.0, 1.0, 4.0, 3.0)  # the nearer, the slower
     tables.save(H200, [Tuned(x, 7, 1024, 1.0, y) for x, y in zip(specs, speeds, strict=True)], tmp_path)
-    found = choosing.offers(scored[1], 7, 1024, H200)
+    found = choosing.offers(Call(scored[1], 7, 1024), H200)
     assert [offer.entry.spec for offer in found] == [specs[1], specs[0], specs[3], specs[2]]

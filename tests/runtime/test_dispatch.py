@@ -39,6 +39,7 @@ from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, dispatch, kernels, tables
 from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.call import Call
 from attnforge.runtime.tables import Tuned
 
 
@@ -49,11 +50,13 @@ def test_a_backward_that_stands_in_is_spread_out_and_made_deterministic(
     backward = replace(HOPPER, direction=Direction.BACKWARD)
     tuning = Sm90Backward(64, 128, 3, 2, False, 1, False, False)
     tables.save(H200, [of_head_dim(72, tuning, direction=Direction.BACKWARD)], tmp_path)
-    choice, *_ = choosing.choose(backward, 7, 1024, H200, rounds=0)
+    choice, *_ = choosing.choose(Call(backward, 7, 1024, rounds=0), H200)
     spec, reason = choice.spec, choice.reason
     assert spec == Spec(backward, replace(tuning, split_heads=True))
     assert reason.endswith(f"; entry of head_dim 72; {choosing.FEW_TILES}")
-    strict = dispatch.choose_for(backward, 7, 1024, dispatch.Target(H200, (Arch.SM90A,)), deterministic=True)
+    strict = dispatch.choose_for(
+        Call(backward, 7, 1024, deterministic=True), dispatch.Target(H200, (Arch.SM90A,))
+    )
     assert strict.spec == Spec(backward, replace(tuning, deterministic=True))
     assert strict.reason.endswith(f"; entry of head_dim 72; {dispatch.CONVERTED}")
 
@@ -69,9 +72,9 @@ def test_modelled_entries_come_last_and_are_those_of_the_architecture(
         tables.save(problem.arch.value, [Tuned(spec, 7, 1024, 1.0, 100.0)], tmp_path / tables.MODELLED)
     measured = next(candidates(replace(hopper, mask=Mask.CAUSAL)))
     tables.save(H200, [Tuned(measured, 7, 1024, 1.0, 100.0)], tmp_path)
-    assert [offer.modelled for offer in choosing.offers(hopper, 7, 1024, H200)] == [False, True]
+    assert [offer.modelled for offer in choosing.offers(Call(hopper, 7, 1024), H200)] == [False, True]
     unaligned = replace(hopper, align=8)  # which no kernel of sm90a takes
-    choice = dispatch.choose_for(unaligned, 7, 1024, dispatch.Target(H200, (Arch.SM90A, Arch.SM90)))
+    choice = dispatch.choose_for(Call(unaligned, 7, 1024), dispatch.Target(H200, (Arch.SM90A, Arch.SM90)))
     assert choice.spec == Spec(replace(PROBLEM, align=8), spec.tuning)
     assert choice.reason.startswith("modelled, not measured, as")
 
@@ -87,7 +90,7 @@ def test_every_head_dim_has_a_kernel_by_the_packages_tables(name: str, direction
     taken, head_dims = set(), range(16, 257, 8)
     for head_dim, mask in product(head_dims, (Mask.FULL, Mask.CAUSAL, Mask.SPANS)):
         problem = replace(HOPPER, direction=direction, head_dim=head_dim, mask=mask)
-        choice = dispatch.choose_for(problem, 1, 4096, target, visible_keys=300, rounds=3)
+        choice = dispatch.choose_for(Call(problem, 1, 4096, visible_keys=300, rounds=3), target)
         assert choice.spec.problem == problem
         if match := re.search(r"entry of head_dim (\d+)", choice.reason):
             taken.add(head_dim)
@@ -110,7 +113,7 @@ def test_a_choice_looks_for_tables_once(tmp_path: Path, monkeypatch: pytest.Monk
     first, second = islice(candidates(problem), 2)
 
     def chosen_now() -> Spec:
-        return dispatch.choose_for(problem, 7, 1024, target).spec
+        return dispatch.choose_for(Call(problem, 7, 1024), target).spec
 
     assert chosen_now() == first
     tables.save(H200, [Tuned(second, 7, 1024, 1.0, 1.0)], tmp_path)
@@ -126,9 +129,9 @@ def test_what_a_call_is_chosen_by(loaded: list[Spec], monkeypatch: pytest.Monkey
     asked: list[tuple[int, int, int, int]] = []
     choose = dispatch.choose
 
-    def noting(problem: Problem, group: int, size: int, *rest: Any) -> choosing.Choice:
-        asked.append((problem.align, group, size, problem.head_dim_v))
-        return choose(problem, group, size, *rest)
+    def noting(call: Call, *rest: Any) -> choosing.Choice:
+        asked.append((call.problem.align, call.group, call.size, call.problem.head_dim_v))
+        return choose(call, *rest)
 
     monkeypatch.setattr(dispatch, "choose", noting)
 
@@ -152,7 +155,7 @@ def test_what_a_call_is_chosen_by(loaded: list[Spec], monkeypatch: pytest.Monkey
 
 def test_the_space_serves_what_is_not_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_tables_of(tmp_path, monkeypatch)
-    choice = dispatch.choose(CPU, 1, 100, torch.device("cpu"))
+    choice = dispatch.choose(Call(CPU, 1, 100), torch.device("cpu"))
     assert choice.spec == next(candidates(CPU))
     assert "no tuned entry fits cpu" in choice.reason
 
@@ -161,7 +164,7 @@ def test_tuned_first_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     only_tables_of(tmp_path, monkeypatch)
     (entry,) = entries(CPU, 1)
     tables.save(tables.device_name(torch.device("cpu")), [entry], tmp_path)
-    choice = dispatch.choose(CPU, 1, 100, torch.device("cpu"))
+    choice = dispatch.choose(Call(CPU, 1, 100), torch.device("cpu"))
     assert choice.spec == entry.spec
     assert choice.reason.startswith(f"tuned as {entry.spec.slug} for 1024 rows, GQA ratio 7 (cpu-")
 
@@ -215,7 +218,7 @@ def test_hopper_passes_on_what_it_cannot(
     for saved in ([], entries(hopper, 1)):
         tables.save(H200, saved, tmp_path)
         with caplog.at_level(logging.DEBUG, logger="attnforge"):
-            spec = dispatch.choose(replace(hopper, **change), 7, 1024, torch.device("cuda")).spec
+            spec = dispatch.choose(Call(replace(hopper, **change), 7, 1024), torch.device("cuda")).spec
         assert spec.problem == replace(hopper, arch=arch, **change)
         assert said in caplog.text
         if not change:
@@ -233,7 +236,7 @@ def test_where_two_families_were_measured_the_faster_one_runs(
     )
 
     def arch(size: int, visible_keys: int = 0) -> Arch:
-        return dispatch.choose_for(wide, 7, size, target, visible_keys=visible_keys).spec.problem.arch
+        return dispatch.choose_for(Call(wide, 7, size, visible_keys=visible_keys), target).spec.problem.arch
 
     tables.save(H200, [replace(entry, tflops=60.0) for entry in entries(narrow, 2)], tmp_path)
     assert arch(1024) is Arch.SM90A, "only one was measured"
@@ -252,14 +255,14 @@ def test_a_small_call_that_was_searched_gets_its_winner(
     only_tables_of(tmp_path, monkeypatch)
     tables.save(H200, [ordered(), ordered(rounds=0)], tmp_path)
     assert len(tables.load(H200, tmp_path)) == 2
-    choice = next(choosing.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=0))
+    choice = next(choosing.choose(Call(BACKWARD, 7, 1024, rounds=0), H200, [tmp_path]))
     spec, reason = choice.spec, choice.reason
     assert spec == ordered().spec
     assert "GQA ratio 7, 0 rounds" in reason
     target = dispatch.Target(H200, (Arch.SM90A,))
-    assert dispatch.choose_for(BACKWARD, 7, 1024, target, rounds=0).reason == reason
+    assert dispatch.choose_for(Call(BACKWARD, 7, 1024, rounds=0), target).reason == reason
     assert choosing.FEW_TILES not in reason
-    strict = choosing.choose(BACKWARD, 7, 1024, H200, [tmp_path], rounds=1, deterministic=True)
+    strict = choosing.choose(Call(BACKWARD, 7, 1024, rounds=1, deterministic=True), H200, [tmp_path])
     assert next(strict).spec == ordered().spec
 
 
@@ -268,9 +271,9 @@ def test_nothing_feasible() -> None:
         problem = replace(CPU, head_dim=257, direction=direction)
         for deterministic in (False, True):
             with pytest.raises(Infeasible, match=f"^q: no cpu {direction.value} kernel for head_dim 257"):
-                dispatch.choose(problem, 1, 100, torch.device("cpu"), deterministic)
+                dispatch.choose(Call(problem, 1, 100, deterministic=deterministic), torch.device("cpu"))
     with pytest.raises(ValueError, match=r"torch.float16, accepted on the CPU are"):
-        dispatch.choose(replace(CPU, dtype=DType.FLOAT16), 1, 100, torch.device("cpu"))
+        dispatch.choose(Call(replace(CPU, dtype=DType.FLOAT16), 1, 100), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +287,7 @@ def test_nothing_feasible() -> None:
 def test_a_head_dim_is_named_once_unless_v_has_its_own(dims: dict[str, int], said: str) -> None:
     problem = replace(CPU, head_dim=64)
     with pytest.raises(Infeasible, match=f"^q: no cpu fwd kernel for {said}$"):
-        dispatch.choose(replace(problem, **dims), 1, 100, torch.device("cpu"))  # type: ignore[arg-type]
+        dispatch.choose(Call(replace(problem, **dims), 1, 100), torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_infeasible_is_copied_as_for_another_process() -> None:
@@ -300,11 +303,11 @@ def test_deterministic_takes_the_nearest_deterministic_variant(monkeypatch: pyte
     assert not make_plan(loose).deterministic
     monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([choosing.Choice(loose, "tuned")]))
     target = dispatch.Target("", (Arch.SM80,))
-    strict = dispatch.choose_for(problem, 7, 1024, target, deterministic=True)
+    strict = dispatch.choose_for(Call(problem, 7, 1024, deterministic=True), target)
     assert make_plan(strict.spec).deterministic
     assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {"deterministic": 1}
     assert strict.reason == "tuned; with deterministic sums"
-    assert dispatch.choose_for(problem, 7, 1024, target).spec == loose
+    assert dispatch.choose_for(Call(problem, 7, 1024), target).spec == loose
 
 
 @pytest.mark.parametrize("owner", [0, 1], ids=["from kv heads", "from q heads"])
@@ -325,7 +328,9 @@ def test_deterministic_heads_of_a_group_have_blocks_that_start_apart_under_a_mas
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=128, mask=mask)
     loose = next(spec for spec in candidates(problem) if spec.to_json()["tuning"]["split_heads"] == owner)
     monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([choosing.Choice(loose, "tuned")]))
-    strict = dispatch.choose_for(problem, group, 1024, dispatch.Target("", (Arch.SM90A,)), deterministic=True)
+    strict = dispatch.choose_for(
+        Call(problem, group, 1024, deterministic=True), dispatch.Target("", (Arch.SM90A,))
+    )
     assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {"deterministic": 1} | wanted
 
 
@@ -359,7 +364,7 @@ def test_deterministic_takes_what_differs_least(monkeypatch: pytest.MonkeyPatch)
     loose = next(spec for spec in candidates(problem) if make_plan(spec).dkv_accum)
     monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([choosing.Choice(loose, "tuned")]))
     target = dispatch.Target("", (Arch.SM80,))
-    strict = dispatch.choose_for(problem, 7, 1024, target, deterministic=True)
+    strict = dispatch.choose_for(Call(problem, 7, 1024, deterministic=True), target)
     assert make_plan(strict.spec).deterministic
     assert strict.spec.to_json()["tuning"] == loose.to_json()["tuning"] | {
         "deterministic": 1,
@@ -398,7 +403,9 @@ def test_quiet_knobs_of_a_deterministic_variant(
     loose = Spec(problem, tuning)
     make_plan(loose)
     monkeypatch.setattr(dispatch, "_offers", lambda *_: iter([choosing.Choice(loose, "tuned")]))
-    strict = dispatch.choose_for(problem, group, 1024, dispatch.Target("", (Arch.SM90A,)), deterministic=True)
+    strict = dispatch.choose_for(
+        Call(problem, group, 1024, deterministic=True), dispatch.Target("", (Arch.SM90A,))
+    )
     assert strict.spec.tuning.to_json() == tuning.to_json() | {"deterministic": 1} | changed
 
 
@@ -440,10 +447,10 @@ def test_an_entry_of_persistent_blocks_counts_where_there_are_none(
     near = Tuned(Spec(problem, replace(plain, persistent=1)), 7, 1024, 1.0, 100.0)
     far = Tuned(Spec(problem, replace(plain, stages=4)), 7, 4096, 1.0, 900.0)
     tables.save(H200, [near, far], tmp_path)
-    call, target = replace(problem, **changes), dispatch.Target(H200, (Arch.SM90A,))
-    assert dispatch.choose_for(problem, 7, 1024, target).spec == near.spec
-    choice = dispatch.choose_for(call, 7, 1024, target, visible_keys=512)
-    assert choice.spec == Spec(call, plain)
+    other, target = replace(problem, **changes), dispatch.Target(H200, (Arch.SM90A,))
+    assert dispatch.choose_for(Call(problem, 7, 1024), target).spec == near.spec
+    choice = dispatch.choose_for(Call(other, 7, 1024, visible_keys=512), target)
+    assert choice.spec == Spec(other, plain)
     assert choice.reason.startswith(f"tuned as {near.spec.slug} for")
     assert choice.reason.endswith("; without persistent blocks")
 
@@ -468,12 +475,14 @@ def test_a_deterministic_entry_counts_for_gradients_of_tensors(
     far = Tuned(Spec(problem, replace(plain, stages=4)), 1, 4096, 1.0, 900.0)
     tables.save(H200, [near, far], tmp_path)
     target = dispatch.Target(H200, (Arch.SM90A,))
-    call = replace(problem, score=ScoreMod("alibi(t0: float32[1] grad): score - t0[h] * abs(q_idx - kv_idx)"))
-    choice = dispatch.choose_for(call, 1, 1024, target)
-    assert choice.spec == Spec(call, plain)
+    other = replace(
+        problem, score=ScoreMod("alibi(t0: float32[1] grad): score - t0[h] * abs(q_idx - kv_idx)")
+    )
+    choice = dispatch.choose_for(Call(other, 1, 1024), target)
+    assert choice.spec == Spec(other, plain)
     assert choice.reason.endswith(f"; without {without}")
-    ordered = dispatch.choose_for(call, 1, 1024, target, deterministic=True).spec
-    assert ordered == Spec(call, replace(strict, persistent=0))
+    ordered = dispatch.choose_for(Call(other, 1, 1024, deterministic=True), target).spec
+    assert ordered == Spec(other, replace(strict, persistent=0))
 
 
 @pytest.mark.parametrize(
@@ -495,9 +504,9 @@ def test_an_untuned_score_starts_from_a_pair_of_blocks(
     )
     far = Tuned(Spec(problem, Sm90BackwardWide(64, 64, 2, 1, False)), 2, 1024, 1.0, 900.0)
     tables.save(H200, [near, far], tmp_path)
-    call = replace(problem, score=ScoreMod(score))
-    choice = dispatch.choose_for(call, 2, 8192, dispatch.Target(H200, (Arch.SM90A,)))
-    assert choice.spec == Spec(call, (near if pair else far).spec.tuning)
+    other = replace(problem, score=ScoreMod(score))
+    choice = dispatch.choose_for(Call(other, 2, 8192), dispatch.Target(H200, (Arch.SM90A,)))
+    assert choice.spec == Spec(other, (near if pair else far).spec.tuning)
 
 
 LOOSE = next(candidates(STRICT))
@@ -506,8 +515,8 @@ LOOSE = next(candidates(STRICT))
 def strictly(size: int = 1024, group: int = 7, **changes: Any) -> choosing.Choice:
     """What a deterministic call takes; one that is not takes `LOOSE`, the only entry for such calls."""
     problem, target = replace(STRICT, **changes), dispatch.Target(H200, (Arch.SM90A,))
-    assert dispatch.choose_for(problem, group, size, target).spec.tuning == LOOSE.tuning
-    return dispatch.choose_for(problem, group, size, target, deterministic=True)
+    assert dispatch.choose_for(Call(problem, group, size), target).spec.tuning == LOOSE.tuning
+    return dispatch.choose_for(Call(problem, group, size, deterministic=True), target)
 
 
 def converted(spec: Spec) -> dict[str, int]:
@@ -522,14 +531,14 @@ def test_only_deterministic_calls_take_deterministic_entries(
     tables.save(H200, [strict], tmp_path)
     assert (
         "no tuned entry fits"
-        in dispatch.choose_for(STRICT, 7, 1024, dispatch.Target(H200, (Arch.SM90A,))).reason
+        in dispatch.choose_for(Call(STRICT, 7, 1024), dispatch.Target(H200, (Arch.SM90A,))).reason
     )
     tables.save(H200, [Tuned(LOOSE, 7, 1024, 1.0, 400.0)], tmp_path)
     choice = strictly()
     assert choice.spec == FIRST
     assert "GQA ratio 7, deterministic (nvidia-h200.json)" in choice.reason
-    assert choosing.measured(STRICT, 7, 1024, H200) == 400.0
-    assert choosing.measured(STRICT, 7, 1024, H200, deterministic=True) == 90.0
+    assert choosing.measured(Call(STRICT, 7, 1024), H200) == 400.0
+    assert choosing.measured(Call(STRICT, 7, 1024, deterministic=True), H200) == 90.0
 
 
 @pytest.mark.parametrize(
@@ -575,10 +584,12 @@ def test_of_two_deterministic_kernels_the_faster_one_is_taken(
     ]
     tables.save(H200, entries, tmp_path)
     target = dispatch.Target(H200, (Arch.SM90A,))
-    assert choosing.measured(STRICT, 7, 1024, H200, deterministic=True) == 90.0, "by searches for such calls"
-    strict = dispatch.choose_for(STRICT, 7, 1024, target, deterministic=True)
+    assert choosing.measured(Call(STRICT, 7, 1024, deterministic=True), H200) == 90.0, (
+        "by searches for such calls"
+    )
+    strict = dispatch.choose_for(Call(STRICT, 7, 1024, deterministic=True), target)
     assert strict.spec.tuning == (SECOND if faster > 90 else FIRST).tuning
-    assert dispatch.choose_for(STRICT, 7, 1024, target).spec.tuning == SECOND.tuning
+    assert dispatch.choose_for(Call(STRICT, 7, 1024), target).spec.tuning == SECOND.tuning
 
 
 def test_a_deterministic_entry_counts_where_visible_keys_are_unknown(
@@ -591,8 +602,8 @@ def test_a_deterministic_entry_counts_where_visible_keys_are_unknown(
     strict = Tuned(Spec(spans, FIRST.tuning), 7, 1024, 1.0, 90.0, visible_keys=500, deterministic=True)
     tables.save(H200, [Tuned(loose, 7, 1024, 1.0, 400.0, visible_keys=500), strict], tmp_path)
     target = dispatch.Target(H200, (Arch.SM90A,))
-    assert dispatch.choose_for(spans, 7, 1024, target).spec == loose
-    assert dispatch.choose_for(spans, 7, 1024, target, deterministic=True).spec == strict.spec
+    assert dispatch.choose_for(Call(spans, 7, 1024), target).spec == loose
+    assert dispatch.choose_for(Call(spans, 7, 1024, deterministic=True), target).spec == strict.spec
 
 
 def test_a_deterministic_entry_of_another_device_is_nearer_than_a_converted_one(
@@ -617,7 +628,9 @@ def test_families_are_compared_by_searches_of_the_same_kind(
 
     def arch(deterministic: bool) -> Arch:
         target = dispatch.Target(H200, archs)
-        return dispatch.choose_for(STRICT, 7, 1024, target, deterministic).spec.problem.arch
+        return dispatch.choose_for(
+            Call(STRICT, 7, 1024, deterministic=deterministic), target
+        ).spec.problem.arch
 
     speeds = {Arch.SM90A: 200.0, Arch.SM90: 300.0}
     tables.save(H200, [Tuned(spec, 7, 1024, 1.0, speeds[a]) for a, spec in found.items()], tmp_path)

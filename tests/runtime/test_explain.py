@@ -12,6 +12,7 @@ from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import tables
 from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.call import Call
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.explain import Explanation, explain
 from attnforge.runtime.tables import Tuned, save
@@ -30,8 +31,8 @@ def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def explained(*entries: Tuned, other: tuple[Tuned, ...] = (), **options: bool) -> Explanation:
     save("card", entries, tables.folders()[0])
     save("another card", other, tables.folders()[0])
-    found = explain(PROBLEM, 4, 4096, CARD, visible_keys=1000, **options)
-    assert found.choice == choose_for(PROBLEM, 4, 4096, CARD, visible_keys=1000, **options)
+    found = explain(Call(PROBLEM, 4, 4096, visible_keys=1000, **options), CARD)
+    assert found.choice == choose_for(Call(PROBLEM, 4, 4096, visible_keys=1000, **options), CARD)
     return found
 
 
@@ -79,7 +80,7 @@ def test_a_fallback_is_called_one() -> None:
 
 def test_an_architecture_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = replace(PROBLEM, head_dim=100, align=8)
-    found = explain(odd, 4, 4096, CARD)
+    found = explain(Call(odd, 4, 4096), CARD)
     assert found.choice.spec.problem.arch is Arch.SM90
     assert [arch.name for arch in found.archs] == ["sm90a"]
     assert "16 bytes" in found.archs[0].why
@@ -99,8 +100,8 @@ BACKWARD = replace(PROBLEM, direction=Direction.BACKWARD)
 
 def of_backward(*entries: Tuned) -> Explanation:
     save("card", entries, tables.folders()[0])
-    found = explain(BACKWARD, 4, 4096, CARD, True, visible_keys=1000)
-    assert found.choice == choose_for(BACKWARD, 4, 4096, CARD, True, visible_keys=1000)
+    found = explain(Call(BACKWARD, 4, 4096, deterministic=True, visible_keys=1000), CARD)
+    assert found.choice == choose_for(Call(BACKWARD, 4, 4096, deterministic=True, visible_keys=1000), CARD)
     return found
 
 
@@ -117,7 +118,7 @@ def test_what_deterministic_calls_take_and_pass_over() -> None:
         loose.slug: "searched for calls that do not ask for deterministic gradients",
         other.slug: "GQA ratio 1; that of the chosen one is nearer: 4",
     }
-    plain = explain(BACKWARD, 4, 4096, CARD, visible_keys=1000)
+    plain = explain(Call(BACKWARD, 4, 4096, visible_keys=1000), CARD)
     assert plain.choice.spec == loose
     assert plain.entries == ()
 
@@ -151,4 +152,4 @@ def test_a_refusal_names_every_architecture_of_the_device() -> None:
     with pytest.raises(
         ValueError, match="q: no sm90a or sm90 bwd kernel for head_dim 512: the sm90 kernels take 1"
     ):
-        choose_for(wide, 1, 1024, CARD)
+        choose_for(Call(wide, 1, 1024), CARD)

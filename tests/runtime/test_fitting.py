@@ -14,6 +14,7 @@ from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, Mask, Spec
 from attnforge.runtime import fitting
+from attnforge.runtime.call import Call
 from attnforge.runtime.tables import Tuned
 
 
@@ -44,13 +45,15 @@ def test_an_order_of_blocks_for_another_mask_is_left_out(
     problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=Mask.CAUSAL)
     plain = Sm90Backward(64, 128, 3, 2, False, 1, False, True, False)
     near = Tuned(Spec(problem, replace(plain, launch_order=2, persistent=1)), 7, 1024, 1.0, 100.0)
-    call = replace(problem, mask=mask, **changes)  # type: ignore[arg-type]
+    other = replace(problem, mask=mask, **changes)  # type: ignore[arg-type]
     if dropped is None:
         with pytest.raises(Infeasible, match="needs split_heads"):
-            fitting.replanned(call, near)
+            fitting.replanned(Call(other, 7, 1024), near)
     else:
-        assert fitting.replanned(call, near) == Spec(call, replace(near.spec.tuning, **dropped))
-    assert fitting.replanned(problem, near) == near.spec
+        assert fitting.replanned(Call(other, 7, 1024), near) == Spec(
+            other, replace(near.spec.tuning, **dropped)
+        )
+    assert fitting.replanned(Call(problem, 7, 1024), near) == near.spec
 
 
 def test_only_knobs_in_the_way_are_dropped() -> None:
@@ -72,6 +75,9 @@ def test_deterministic_sums_of_wide_blocks_are_left_out(pair: bool) -> None:
     tuning = replace(plain, deterministic=True, staging=2)
     assert fitting.planned(Spec(problem, tuning)).tuning == tuning
     alibi = ScoreMod("alibi(t0: float32[1] grad): score - t0[h] * abs(q_idx - kv_idx)")
-    call, entry = replace(problem, score=alibi), Tuned(Spec(problem, tuning), 1, 1024, 1.0, 100.0)
+    call, entry = (
+        Call(replace(problem, score=alibi), 1, 1024),
+        Tuned(Spec(problem, tuning), 1, 1024, 1.0, 100.0),
+    )
     assert fitting.replanned(call, entry).tuning == replace(plain, staging=2)
-    assert fitting.replanned(call, entry, deterministic=True).tuning == tuning
+    assert fitting.replanned(replace(call, deterministic=True), entry).tuning == tuning

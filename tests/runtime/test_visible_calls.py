@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, dispatch, kernels, tables
 from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.call import Call
 from attnforge.runtime.tables import Tuned
 
 CPU = torch.device("cpu")
@@ -33,11 +33,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """What dispatch is asked, in order: direction and visible keys. It forgets all classes before and after."""
     questions: Asked = []
     choose = dispatch.choose
-    signature = inspect.signature(choose)
 
-    def recording(problem: Problem, *rest: Any) -> choosing.Choice:
-        questions.append((problem.direction, signature.bind(problem, *rest).arguments["visible_keys"]))
-        return choose(problem, *rest)
+    def recording(call: Call, *rest: Any) -> choosing.Choice:
+        questions.append((call.problem.direction, call.visible_keys))
+        return choose(call, *rest)
 
     monkeypatch.setattr(dispatch, "choose", recording)
     dispatch.forget()

@@ -24,6 +24,7 @@ from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, export, tables
 from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.call import Call
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.distributed.shards import local_dense, local_plain, local_spans
 from attnforge.runtime.masks import Spans, round_visible_keys
@@ -117,7 +118,7 @@ def tuned(index: int, visible_keys: int, size: int = 36864, tflops: float = 1.0,
 
 
 def best(directory: Path, visible_keys: int, size: int = 36864) -> Spec:
-    return next(choosing.choose(BACKWARD, 7, size, H200, (directory,), visible_keys=visible_keys)).spec
+    return next(choosing.choose(Call(BACKWARD, 7, size, visible_keys=visible_keys), H200, (directory,))).spec
 
 
 def test_entries_carry_it_and_older_ones_are_read(tmp_path: Path) -> None:
@@ -164,7 +165,9 @@ def test_order_of_what_matters(tmp_path: Path) -> None:
     assert best(tmp_path, 512, size=20000) == sparse.spec, "short and long are as near"
     for mask in (Mask.FULL, Mask.CAUSAL):
         whole = replace(BACKWARD, mask=mask)
-        assert next(choosing.choose(whole, 7, 36864, H200, (tmp_path,))).spec.tuning == dense.spec.tuning
+        assert (
+            next(choosing.choose(Call(whole, 7, 36864), H200, (tmp_path,))).spec.tuning == dense.spec.tuning
+        )
     tables.save(H200, [older], tmp_path)
     assert [best(tmp_path, 1 << octave) for octave in (9, 10, 12)] == [sparse.spec, older.spec, dense.spec]
     long = tuned(6, 511, size=1 << 17)
@@ -180,8 +183,11 @@ def test_the_length_says_what_full_and_causal_calls_see(tmp_path: Path) -> None:
         entries = (replace(entry, tflops=2.0 if entry is faster else 1.0) for entry in (half, whole))
         tables.save(H200, entries, tmp_path)
         for mask, near in ((Mask.CAUSAL, half), (Mask.FULL, whole)):
-            call = replace(BACKWARD, mask=mask)
-            assert next(choosing.choose(call, 7, 36864, H200, (tmp_path,))).spec.tuning == near.spec.tuning
+            problem = replace(BACKWARD, mask=mask)
+            assert (
+                next(choosing.choose(Call(problem, 7, 36864), H200, (tmp_path,))).spec.tuning
+                == near.spec.tuning
+            )
 
 
 def test_of_two_as_near_the_nearer_length_counts(tmp_path: Path) -> None:
@@ -213,14 +219,14 @@ def test_a_sparse_pack_gets_the_block_per_kv_head(name: str) -> None:
     def split(pack: str) -> bool:
         mask = workload(pack).mask("cpu")
         tuning = choose_for(
-            BACKWARD, 7, len(mask.starts), target, visible_keys=mask.visible_keys_rounded
+            Call(BACKWARD, 7, len(mask.starts), visible_keys=mask.visible_keys_rounded), target
         ).spec.tuning
         assert isinstance(tuning, Sm90Backward)
         return tuning.split_heads
 
     assert not any(split(f"t2i_lowres/{seed}") for seed in range(4))
     assert all(split(f"{pack}/{seed}") for pack in ("pretrain", "finetune", "edit_only") for seed in range(4))
-    unknown = choose_for(BACKWARD, 7, 36864, target).spec.tuning
+    unknown = choose_for(Call(BACKWARD, 7, 36864), target).spec.tuning
     assert isinstance(unknown, Sm90Backward)
     assert unknown.split_heads
 
@@ -280,14 +286,16 @@ def test_few_keys_that_all_queries_see_take_a_kernel_that_divides_their_work() -
 
     def chosen(mask: Spans) -> Plan:
         target, visible = Target(H200, HOPPER), mask.visible_keys_rounded
-        return make_plan(choose_for(BACKWARD, 1, 131072, target, visible_keys=visible).spec)
+        return make_plan(choose_for(Call(BACKWARD, 1, 131072, visible_keys=visible), target).spec)
 
     assert chosen(sinks).cut_lists
     assert chosen(sinks & masks.documents([131072], "cpu")).cut_lists
     assert not chosen(window).cut_lists
     forwards = [replace(BACKWARD, direction=Direction.FORWARD)] * 2
     of_window, of_sinks = (
-        choose_for(problem, 1, 131072, Target(H200, HOPPER), visible_keys=mask.visible_keys_rounded).spec
+        choose_for(
+            Call(problem, 1, 131072, visible_keys=mask.visible_keys_rounded), Target(H200, HOPPER)
+        ).spec
         for problem, mask in zip(forwards, (window, sinks), strict=True)
     )
     assert of_window == of_sinks, "a forward has no such lists"

@@ -18,6 +18,7 @@ from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, dispatch, tables
 from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.call import Call
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.timing import Timing
 from attnforge.runtime.search.verify import WrongResult
@@ -48,14 +49,14 @@ def test_each_kernel_once_and_the_nearest_first(filled: None) -> None:
 
 def test_choices_are_for_what_the_case_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of its GQA ratio, rows, visible keys and rounds, for dispatch and for the nearest entries."""
-    asked: list[tuple[object, ...]] = []
+    asked: list[Call] = []
 
-    def noting(problem: Problem, group: int, size: int, *_: object, **more: int) -> SimpleNamespace:
-        asked.append((problem.direction, group, size, more))
+    def noting(call: Call, *_: object) -> SimpleNamespace:
+        asked.append(call)
         return SimpleNamespace(spec=FIRST)
 
-    monkeypatch.setattr(Case, "rounds", lambda self, direction: 3 + (direction is Direction.BACKWARD))
-    monkeypatch.setattr(choosing, "choose", lambda *of, **more: iter([noting(*of, **more)]))
+    monkeypatch.setattr(Case, "rounds", lambda self, direction, _: 3 + (direction is Direction.BACKWARD))
+    monkeypatch.setattr(choosing, "choose", lambda *of: iter([noting(*of)]))
     monkeypatch.setattr(dispatch, "choose", noting)
     case = make_case("window:8/96", "6/2/32", DType.FLOAT32, CPU)
     assert case.visible_keys > 0
@@ -63,7 +64,7 @@ def test_choices_are_for_what_the_case_is(monkeypatch: pytest.MonkeyPatch) -> No
         near_entries.near(case, way, 2)
         near_entries.choice_of(case, way)
     expected = [
-        (way, 3, 96, {"visible_keys": case.visible_keys, "rounds": n})
+        Call(case.problem(way, Arch.CPU), 3, 96, visible_keys=case.visible_keys, rounds=n)
         for way, n in zip(Direction, (3, 4), strict=True)
     ]
     assert asked == [one for one in expected for _ in range(2)]

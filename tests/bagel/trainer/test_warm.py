@@ -23,6 +23,7 @@ from attnforge.runtime import dispatch, kernels, prologue_kernels, tables
 from attnforge.runtime.build import cache, nvrtc, toolchain
 from attnforge.runtime.build.errors import NoCompilerError
 from attnforge.runtime.build.settings import CACHE_DIR, COMPILER, NO_JIT
+from attnforge.runtime.call import Call
 from attnforge.runtime.rounds import MANY, rounds_of
 
 H200 = (Arch.SM90A, Arch.SM90)
@@ -266,7 +267,7 @@ def test_warm_copy_and_start_offline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     wanted = warm.specs(warm.request("vit", masks=["full"]), warm.gpu_targets("NVIDIA H200", None))
     target = dispatch.Target("NVIDIA H200", H200)
     assert {spec.slug for spec in wanted} == {
-        dispatch.choose_for(problem, 1, 4096, target, rounds=rounds).spec.slug
+        dispatch.choose_for(Call(problem, 1, 4096, rounds=rounds), target).spec.slug
         for problem in {spec.problem for spec in wanted}
         for rounds in range(MANY + 1)
     }
@@ -279,6 +280,6 @@ def test_warm_copy_and_start_offline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(NoCompilerError):
         cache.obtain(mask_kernels(Arch.SM80))
     other = Problem(Direction.FORWARD, Arch.SM90A, DType.FLOAT16, 72, Mask.FULL)
-    source = render(dispatch.choose_for(other, 1, 4096, dispatch.Target("", H200)).spec)
+    source = render(dispatch.choose_for(Call(other, 1, 4096), dispatch.Target("", H200)).spec)
     with pytest.raises(NoCompilerError):
         cache.obtain(source)

@@ -17,6 +17,7 @@ from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import choosing, kernels, tables
+from attnforge.runtime.call import Call
 from attnforge.runtime.scores import Score
 from attnforge.runtime.search import reference as reference_module
 from attnforge.runtime.search import verify, winners
@@ -86,7 +87,7 @@ def test_search(tmp_path: Path) -> None:
     assert finished.winner.spec.problem.score == "softcap: 2.0 * tanh(score / 2.0)"
     assert finished.winner.errors["out"][0] < 1e-6
     winners.keep(finished, "dev", {}, tmp_path)
-    choice, *_ = choosing.choose(finished.winner.spec.problem, 2, 90, "dev", [tmp_path])
+    choice, *_ = choosing.choose(Call(finished.winner.spec.problem, 2, 90), "dev", [tmp_path])
     assert choice.spec == finished.winner.spec
     assert choice.reason.startswith("tuned as")
 
@@ -117,7 +118,7 @@ def test_nearest_entries(wanted: str, size: int, order: list[int], tmp_path: Pat
     ]
     tables.save("dev", entries, tmp_path)
     problem = replace(entries[0].spec.problem, score=ScoreMod(wanted))
-    offers = choosing.offers(problem, 4, size, "dev", [tmp_path])
+    offers = choosing.offers(Call(problem, 4, size), "dev", [tmp_path])
     assert [offer.entry.spec.tuning for offer in offers] == [entries[i].spec.tuning for i in order]
 
 

@@ -33,6 +33,7 @@ from attnforge.codegen.spec import Arch, Direction, DType, Mask, Spec
 from attnforge.runtime import choosing, tables
 from attnforge.runtime.build.errors import CompileError
 from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.call import Call
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.search import search as engine
@@ -174,25 +175,24 @@ def test_the_incumbent_is_what_a_call_of_the_case_takes(
     mask = Spans(key // 9, key // 3, visible_keys=15)
     case = Case("spans", 1, 6, 2, 40, 90, 64, DType.BFLOAT16, mask, 600, CPU, deterministic=deterministic)
     space = list(islice(candidates(case.problem(BACKWARD, Arch.SM90A)), 9))
-    asked: list[tuple[object, ...]] = []
+    asked: list[tuple[Call, str]] = []
 
-    def choose_for(
-        problem: object, group: int, size: int, target: Target, *rest: object, rounds: int
-    ) -> SimpleNamespace:
-        asked.append((group, size, target.name, *rest, rounds))
+    def choose_for(call: Call, target: Target) -> SimpleNamespace:
+        asked.append((call, target.name))
         return SimpleNamespace(spec=space[5])
 
-    def choose(
-        problem: object, group: int, size: int, name: str, *, visible_keys: int, rounds: int
-    ) -> Iterator[choosing.Choice]:
-        asked.append((group, size, name, visible_keys, rounds))
+    def choose(call: Call, name: str) -> Iterator[choosing.Choice]:
+        asked.append((call, name))
         return iter([choosing.Choice(space[5], "tuned")])
 
-    monkeypatch.setattr(Case, "rounds", lambda self, direction: 4)
+    monkeypatch.setattr(Case, "rounds", lambda *_: 4)
     monkeypatch.setattr(engine, "choose_for", choose_for)
     monkeypatch.setattr(choosing, "choose", choose)
     assert engine._with_incumbent(space, case, "dev")[0] == space[5]
-    assert asked == [(3, 40, "dev", *([True] if deterministic else []), case.visible_keys, 4)]
+    expected = Call(
+        space[0].problem, 3, 40, visible_keys=case.visible_keys, deterministic=deterministic, rounds=4
+    )
+    assert asked == [(expected, "dev")]
 
 
 @pytest.mark.parametrize(
@@ -760,7 +760,7 @@ def test_a_deterministic_case_is_searched_and_saved_as_one(
     case, device, arch = as_deterministic(plain), "a test device", Arch.SM90A
     loose = list(candidates(plain.problem(BACKWARD, arch)))[200]
     tables.save(device, [tables.Tuned(loose, 1, 64, 1.0, 1e9)], tmp_path)
-    incumbent = choose_for(loose.problem, 1, 64, Target(device, (arch,)), deterministic=True).spec
+    incumbent = choose_for(Call(loose.problem, 1, 64, deterministic=True), Target(device, (arch,))).spec
     logs = tmp_path / "log.jsonl"
     started, *measured, finished = engine.search(
         case, BACKWARD, (arch, device), Budget(variants=30), logs, workers=1
@@ -786,7 +786,7 @@ def test_a_deterministic_case_is_searched_and_saved_as_one(
     assert "other processes" not in notes, "which only reports show"
     assert notes["attnforge"].startswith(__version__)
     assert notes["date"].startswith("20")
-    taken = choose_for(loose.problem, 1, 64, Target(device, (arch,)), deterministic=True)
+    taken = choose_for(Call(loose.problem, 1, 64, deterministic=True), Target(device, (arch,)))
     assert taken.spec == finished.winner.spec
     assert (
         engine._with_incumbent(list(deterministic_candidates(loose.problem)), case, device)[0] == taken.spec
