@@ -11,7 +11,7 @@ from pathlib import Path
 
 log = logging.getLogger("attnforge")
 
-# Linux gives tile registers to processes that ask: documentation, "Using XSTATE features in user space applications".
+# A process requests tile registers from Linux: documentation, "Using XSTATE features in user space applications".
 SYS_ARCH_PRCTL = 158  # of x86-64
 ARCH_REQ_XCOMP_PERM = 0x1023
 XFEATURE_XTILEDATA = 18
@@ -42,7 +42,7 @@ def has_bf16() -> bool:
 def amx_refusal() -> str:
     """Why kernels cannot use the tile registers of Intel AMX; empty if they can.
 
-    Asks Linux for permission, which holds for all threads of this process and for its later children.
+    Requests the permission from Linux. It holds for all threads of this process and for its later children.
     """
     missing = {"amx_tile", "amx_bf16", "avx512_bf16"} - flags()
     if missing:

@@ -155,7 +155,7 @@ class Tree:
 
     @property
     def capability(self) -> str:
-        """As TORCH_CUDA_ARCH_LIST wants it: 8.9, 9.0a."""
+        """The format of TORCH_CUDA_ARCH_LIST: 8.9, 9.0a."""
         digits = self.arch.value[2:]
         number = digits.rstrip("a")
         return f"{number[:-1]}.{number[-1]}{digits[len(number) :]}"

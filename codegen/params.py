@@ -103,7 +103,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "int*", "slot_visits", "(bit_slots, 2) of each slot: the owned tile of all planes, the visited one"
     ),
-    Field("int*", "slots_taken", "(1) how many visits have asked for a slot, while lists are built"),
+    Field("int*", "slots_taken", "(1) number of visits that requested a slot, while lists are built"),
     Field("int*", "tile_count", "(mask_planes, tiles) visited tiles of each owned tile"),
     Field(
         "int*",

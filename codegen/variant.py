@@ -166,7 +166,7 @@ def header() -> str:
     kinds = ", ".join(f"k{mask.value.capitalize()}" for mask in Mask)
     names = ", ".join(f'"{mask.value}"' for mask in Mask)
     parts = [
-        "// Written by codegen/variant.py: what the launcher knows of a kernel.",
+        "// Written by codegen/variant.py: the fields of a kernel's description.",
         "#pragma once",
         "",
         "#include <cstdint>",

@@ -325,7 +325,7 @@ __device__ __forceinline__ void multiply_rows(float (&acc)[rows][columns][4], un
 
 // ---- Mask: dense ---------------------------------------------------------------------------------------------------
 
-// The plane of the mask that q head `head` looks at.
+// The plane of the mask of q head `head`.
 __device__ __forceinline__ int mask_plane(const Params& p, int batch, int head) {
     return (p.mask_batches > 1 ? batch * p.mask_heads : 0) + (p.mask_heads > 1 ? head : 0);
 }

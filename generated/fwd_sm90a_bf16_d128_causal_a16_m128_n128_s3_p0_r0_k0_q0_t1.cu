@@ -656,7 +656,7 @@ __device__ __forceinline__ float lse_of(const Params& p, float row_max, float ro
 }
 
 // One consumer warpgroup, which owns 64 packed rows. wgmma is asynchronous: S of visit i is in flight together with P V
-// of visit i - 1. For what ptxas asks of loops and branches around wgmma see sm90a/forward.cu.jinja, above Consumer.
+// of visit i - 1. For the rules of loops and branches around wgmma see sm90a/forward.cu.jinja, above Consumer.
 struct Consumer {
     const Params& p;
     unsigned smem;          // start of shared memory

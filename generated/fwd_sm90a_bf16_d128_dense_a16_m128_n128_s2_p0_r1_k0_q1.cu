@@ -285,7 +285,7 @@ __device__ __forceinline__ void pin(Word& x) {
 
 // ---- Mask: dense ---------------------------------------------------------------------------------------------------
 
-// The plane of the mask that q head `head` looks at.
+// The plane of the mask of q head `head`.
 __device__ __forceinline__ int mask_plane(const Params& p, int batch, int head) {
     return (p.mask_batches > 1 ? batch * p.mask_heads : 0) + (p.mask_heads > 1 ? head : 0);
 }

@@ -331,7 +331,7 @@ __device__ __forceinline__ void write_splits(unsigned char* splits, const float*
     }
 }
 
-// Grid: tiles_n x batch x heads_kv blocks, head by head: a tile of K and of V in splits, as they shall lie in shared
+// Grid: tiles_n x batch x heads_kv blocks, head by head: a tile of K and of V in splits, as they are laid out in shared
 // memory.
 extern "C" __global__ void __launch_bounds__(kPreprocessThreads)
 attnforge_fwd_sm90a_fp32_d128_full_a16_m128_n64_s1_p1_r1_q0_preprocess(const __grid_constant__ Params p) {

@@ -219,7 +219,7 @@ __device__ __forceinline__ void wgmma_out(float (&d)[kColumnsOut / 2], const uns
 
 // ---- Mask: dense ---------------------------------------------------------------------------------------------------
 
-// The plane of the mask that q head `head` looks at.
+// The plane of the mask of q head `head`.
 __device__ __forceinline__ int mask_plane(const Params& p, int batch, int head) {
     return (p.mask_batches > 1 ? batch * p.mask_heads : 0) + (p.mask_heads > 1 ? head : 0);
 }
@@ -496,7 +496,7 @@ __device__ __forceinline__ void write_splits(unsigned char* splits, const float*
     }
 }
 
-// Grid: tiles_n x batch x heads_kv blocks, head by head: a tile of K and of V in splits, as they shall lie in shared
+// Grid: tiles_n x batch x heads_kv blocks, head by head: a tile of K and of V in splits, as they are laid out in shared
 // memory.
 extern "C" __global__ void __launch_bounds__(kPreprocessThreads)
 attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1_preprocess(const __grid_constant__ Params p) {

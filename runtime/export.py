@@ -103,7 +103,7 @@ def _first(problem: Problem, shape: Shape) -> tuple[Spec, str]:
 def _offers(problem: Problem, shape: Shape) -> Iterator[tuple[Spec, str]]:
     """Specs in dispatch's order, but for an architecture instead of a device.
 
-    None for Intel AMX: its registers take permission of the operating system, for which a package does not ask.
+    None for Intel AMX: its registers need a permission of the operating system, which a package does not request.
     """
     here = tables.device_name(torch.device("cpu")) if problem.arch is Arch.CPU else ""
     archs = (Arch.SM90A, Arch.SM90) if problem.arch is Arch.SM90A else (problem.arch,)

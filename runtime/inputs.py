@@ -214,7 +214,7 @@ def expect_rows(seq_q: int, seq_k: int) -> None:
 
 
 def _exceeds(size: int | torch.SymInt, most: int) -> bool:
-    """False for a symbolic size: the call itself checks, and a guard would be a bound that torch.export wants given."""
+    """False for a symbolic size: the call itself checks, and a guard would be a bound that torch.export requires."""
     return isinstance(size, int) and size > most
 
 

@@ -344,7 +344,7 @@ def _rows(like: Vector) -> Vector:
 
 
 def _spans(starts: Vector, ends: Vector, device: Device, seq_q: int | None = None) -> Spans:
-    """Spans on `device` of int64 (seq_k), or (n, seq_k), disjoint; dispatch learns how many keys a query sees."""
+    """Spans on `device` of int64 (seq_k), or (n, seq_k), disjoint. Sets `visible_keys` of the result."""
     queries = len(starts) if seq_q is None else seq_q
     lengths = np.maximum(ends - starts, 0)
     seen_by = lengths.sum(axis=0) if lengths.ndim > 1 else lengths

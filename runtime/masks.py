@@ -119,7 +119,7 @@ class Spans(_Listed):
     `&`, `|` and `~` give new Spans on the same device, without a host sync, for any query rows. Their number of
     intervals follows from shapes: at most n + m - 1, n + m and n + 1. Beyond 4 they raise a ValueError.
 
-    `visible_keys`: the average number of keys that a query sees, if the host knows it; negative if a few keys are seen
+    `visible_keys`: the average number of keys that a query sees, if it is known; negative if a few keys are seen
     by far more queries than the others, as sinks are. Dispatch rounds it to a power of two. It chooses between kernels
     for sparse and dense packs, and those that divide the work of such keys; results do not depend on it.
     """

@@ -119,7 +119,7 @@ class Tuned:
     tflops: float
     notes: dict[str, Any] = field(default_factory=dict)  # for readers: workload, registers, versions, date
     visible_keys: int = 0  # average number of keys that a query sees; 0: unknown, or determined by the length
-    deterministic: bool = False  # found among kernels that sum in a fixed order, for calls that ask for it
+    deterministic: bool = False  # found among kernels that sum in a fixed order, for deterministic calls
     rounds: int = MANY  # of the call that was timed: `rounds_of` it
 
     @property

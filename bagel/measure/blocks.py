@@ -17,7 +17,7 @@ def random_blocks(
     """Bool (length, length) in blocks of `block` x `block` pairs, of which the part `sparsity` is hidden, whole.
 
     How many is exact (rounded to blocks), which ones is drawn from `seed`; the last blocks may be cut off. The mask
-    says how many keys a query sees, so that dispatch knows it.
+    gives the number of keys that a query sees to dispatch.
     """
     side = -(-length // block)
     seen = torch.ones(side * side, dtype=torch.bool)

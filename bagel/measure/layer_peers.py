@@ -167,7 +167,7 @@ def part_of(splits: Sequence[Split], seen: Sequence[Ranges], rows: int, device: 
     begins, bounds, used, shift, size = torch.tensor(numbers, dtype=torch.int32).to(device).split(sizes)
     keys = torch.arange(place, device=device) + shift.repeat_interleave(size, output_size=place)
     options = {
-        # Views of one tensor: a kernel may want the alignment of a tensor of its own.
+        # Views of one tensor: a kernel may require the alignment of a separate tensor.
         "cu_seqlens_q": begins.clone(),
         "cu_seqlens_k": bounds.clone(),
         "seqused_q": used.clone(),

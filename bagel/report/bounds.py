@@ -2,7 +2,7 @@
 
 Two things bound a variant from outside its main loop. Its tiles hold hidden pairs, and its work tiles do not divide
 evenly among multiprocessors: `Schedule.allowed` of bagel/measure/occupancy.py is the rate that is left. And each step
-of the loop loads a tile from the L2 cache, so that a small tile asks for more bytes per FLOP.
+of the loop loads a tile from the L2 cache, so that a small tile needs more bytes per FLOP.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def _add_charts(section: Section, specs: dict[str, charts.Chart]) -> None:
 
 
 def _roofline(section: Section, case: Case, run: Run) -> tuple[str, charts.Chart]:
-    """Label and chart; the section learns its roof and the winner's bound."""
+    """Label and chart. Sets the section's roof and the winner's bound."""
     assert section.winner is not None
     roof, limits = bounds(case, run)
     section.roof = roof

@@ -14,7 +14,7 @@ line and search derive from the field.
 
 **A field of a problem.** One line of `Problem` (codegen/spec.py), with a default that means "as before". Then the
 plan and templates of each family that honours it, named in its `Family`; all others raise Infeasible. Names, JSON,
-`cli.py render` and tuned tables derive from the declaration; what calls may ask for is up to the operators
+`cli.py render` and tuned tables derive from the declaration; what calls may request is up to the operators
 (runtime/dispatch.py).
 
 Beside the families: limits.py (what GPUs have), mma.py and hopper.py (what kernels of one instruction set share),

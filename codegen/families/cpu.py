@@ -166,7 +166,7 @@ def _require_registers(kind: str, needed: int, there: int) -> None:
 
 
 def _require_whole_tile_registers(t: CpuForward | CpuBackward) -> None:
-    """What blocks of whole tile registers ask for: operands of 16 words of pairs along every sum."""
+    """What blocks of whole tile registers require: operands of 16 words of pairs along every sum."""
     if not t.pairs or t.lanes != 16:
         raise Infeasible("amx: needs pairs, and 16 lanes")
     if t.rows % 16:

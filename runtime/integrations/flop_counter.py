@@ -5,7 +5,7 @@ pairs, whatever the mask hides, for each query head. Forward: q k^T and p v. Bac
 again. Softmax, scores, sinks and `qk_norm_rope` count as zero. A count follows from shapes alone: counting never waits
 for a device, and real and fake tensors agree. Calls of `flash_attn_varlen_func` count the packed sequences as one,
 where torch's varlen operator adds up the documents. The share of pairs that a mask shows is abs(mask.visible_keys) /
-Sk, where the host knows it.
+Sk, where it is known on the host.
 """
 
 from __future__ import annotations

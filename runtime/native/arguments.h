@@ -59,7 +59,8 @@ inline ScoreRef score_ref(const Tensor& x) {
     return found;
 }
 
-// The tensors that the variant's formulas read; they are as these declare them, or an error says which is not.
+// Sets the tensors that the variant's formulas read. Raises ValueError for one whose dtype or dimensions are not those
+// that the formula declares.
 inline void set_score(Params& p, const Variant& variant, at::TensorList tensors) {
     ScoreRef* const places[] = {&p.score0, &p.score1, &p.score2, &p.score3};
     TORCH_CHECK_VALUE(tensors.size() == variant.score_tensors.size(), "score, mask_mod: got ", tensors.size(),
@@ -84,7 +85,7 @@ inline void set_score(Params& p, const Variant& variant, at::TensorList tensors)
     }
 }
 
-// Where a backward adds up the gradients of the tensors that the formula wants them of.
+// Sets the tensors in which a backward accumulates the gradients of those that the formula declares with " grad".
 inline void set_score_gradients(Params& p, const Score& score, at::TensorList gradients) {
     ScoreRef* const places[] = {&p.dscore0, &p.dscore1, &p.dscore2, &p.dscore3};
     size_t next = 0;
@@ -154,7 +155,7 @@ inline void launch(const Call& c, const Variant& variant, Params& params, void* 
 
 // ---- Memory ---------------------------------------------------------------------------------------------------------
 
-// torch's allocator for x's device where x shows that it is in use, else null: memory that somebody else made, or a
+// torch's allocator for x's device where x shows that it is in use, else null: for memory from elsewhere, or from a
 // pluggable allocator, which is not registered under its device.
 inline c10::Allocator* allocator_of(const Tensor& x) {
     c10::Allocator* const found = x.storage().allocator();

@@ -88,7 +88,7 @@ inline ForwardResult forward_below(const Tensor& q, const Tensor& k, const Tenso
                              s.tensor(0), s.tensor(1), s.tensor(2), s.tensor(3), s.mask_mod);
 }
 
-// The lse is a result only where somebody gets it: what is but saved needs no place in the graph.
+// The lse is an output of the graph's node only if the operator returns it; a tensor that is saved need not be one.
 template <bool with_lse>
 struct Attention : torch::autograd::Function<Attention<with_lse>> {
     using Context = torch::autograd::AutogradContext;
@@ -102,7 +102,7 @@ struct Attention : torch::autograd::Function<Attention<with_lse>> {
         }
         saved.insert(saved.end(), rest.score.tensors.begin(), rest.score.tensors.end());
         context->save_for_backward(std::move(saved));
-        // What is as by default is left out: each entry costs an allocation or two.
+        // Attributes with default values are not stored: each costs an allocation or two.
         auto& data = context->saved_data;
         if (rest.kind != kFull) {
             data["kind"] = rest.kind;
@@ -198,7 +198,7 @@ struct ScoredAttention : torch::autograd::Function<ScoredAttention> {
     }
 };
 
-// The text of a score that wants the gradients of those of its tensors that require them; empty if none does.
+// The text of a score with " grad" in the declarations of those tensors that require gradients; empty if none does.
 inline std::string wanted_of(const Score& score) {
     std::string text(score.text);
     bool any = false;
@@ -212,7 +212,7 @@ inline std::string wanted_of(const Score& score) {
     return any ? text : std::string();
 }
 
-// Raises if a tensor has a tangent, which would be lost without a word, also outside of grad mode.
+// Raises if a tensor has a tangent, also outside of grad mode: forward-mode derivatives are not implemented.
 inline void refuse_tangents(std::initializer_list<const Tensor*> tensors) {
     for (const Tensor* x : tensors) {
         TORCH_CHECK_NOT_IMPLEMENTED(
@@ -293,8 +293,8 @@ inline std::vector<Tensor> score_backward_autograd(
 }
 
 // `forward` without the lse. Its caller would make a Python object of it, only to drop it; and what an operator does
-// not have is not converted: hence those with the arguments of one mask. They do what the dispatcher would, without
-// asking it, where there is nothing but autograd between here and the kernels. Modes, subclasses, autocast, profilers
+// not have is not converted: hence those with the arguments of one mask. Where only autograd lies between here and the
+// kernels, they do what the dispatcher would, without calling it. Modes, subclasses, autocast, profilers
 // and the like see `forward`, as they would if it had been called.
 inline Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale, bool deterministic,
                      int64_t kind, const OptionalTensor& mask, c10::SymInt visible_keys) {

@@ -22,8 +22,8 @@ struct ScoreTensors {
     const OptionalTensor &x0, &x1, &x2, &x3;
 };
 
-// Where the declaration `tI: dtype[dims]` of tensor `i` of a formula ends, npos if there is none. With " grad" there,
-// its gradient is wanted.
+// Where the declaration `tI: dtype[dims]` of tensor `i` of a formula ends, npos if there is none. " grad" there means
+// that the backward computes its gradient.
 inline size_t end_of_tensor(std::string_view text, size_t i) {
     const size_t begin = text.substr(0, text.find(')')).find("t" + std::to_string(i) + ":");
     const size_t end = begin == std::string_view::npos ? begin : text.find(']', begin);
@@ -50,7 +50,7 @@ struct Score {
             }
         }
     }
-    // How many of the tensors' gradients the text wants.
+    // The number of tensors that are declared with " grad".
     size_t wanted() const {
         size_t count = 0;
         for (size_t i = 0; i < tensors.size(); ++i) {

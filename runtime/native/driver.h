@@ -34,7 +34,7 @@ struct Driver {
     int (*launch_with)(const LaunchConfig*, void*, void**, void**);  // null if kernels cannot overlap
 
     // Puts a kernel into `stream`. `overlaps`: it may start before the one before has ended, and waits itself for what
-    // it needs; launched without overlap, that wait finds nothing to wait for.
+    // it needs; launched without overlap, that wait returns at once.
     int enqueue(void* function, unsigned blocks, unsigned threads, unsigned shared_bytes, bool overlaps, void* stream,
                 void** arguments) const {
         if (!overlaps || launch_with == nullptr) {
@@ -120,7 +120,7 @@ inline int count_multiprocessors(c10::Device device) {
 }
 
 // The memory bandwidth of a Hopper GPU over that of an H100, by peak clock and bus width. 1 for other GPUs, and if the
-// driver does not say.
+// driver does not report them.
 inline double relative_bandwidth(c10::Device device) {
     constexpr int kMemoryClock = 36, kBusWidth = 37, kCapabilityMajor = 75;  // CU_DEVICE_ATTRIBUTE_..., kHz and bits
     constexpr double kH100 = 2619e3 * 5120;
@@ -134,7 +134,7 @@ inline double relative_bandwidth(c10::Device device) {
     return said && major == 9 && found > 0 ? found / kH100 : 1.0;
 }
 
-// Is a CUDA graph recording what `stream` gets? The default stream cannot be recorded.
+// Is `stream` being captured into a CUDA graph? The default stream cannot be recorded.
 inline bool is_capturing(void* stream) {
     int status = 0;
     if (stream != nullptr) {

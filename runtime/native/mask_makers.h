@@ -247,7 +247,7 @@ inline Tensor mask_of_pairs(const Tensor& visible_any) {
     return data;
 }
 
-// The data of a mask whose pairs a function decides.
+// The data of a mask whose pairs are given by a function.
 inline Tensor mask_of_function(int64_t seq_k, at::Device place) {
     const c10::Device device =
         place.has_index() || place.is_cpu() ? place : c10::impl::VirtualGuardImpl(place.type()).getDevice();

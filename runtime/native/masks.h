@@ -1,7 +1,7 @@
 // Masks as values. A mask is one int32 tensor, its data: spans are (2, seq_k), starts and ends, and unions of up to 4
 // intervals (batch or 1, heads_q, heads_kv or 1, intervals, 2, seq_k); a dense mask is
 // (batch or 1, heads_q or 1, seq_q, ceil(seq_k / 32)), a bit for each pair, the lowest for the first key; one whose
-// pairs a function decides is (1), 0: its tensors are arguments of calls, and its data but owns schedules.
+// pairs are given by a function is (1), 0: its tensors are arguments of calls, and its data only owns schedules.
 //
 // The storage of that tensor owns the mask's tile schedules: the context of its DataPtr is a MaskState. So every alias
 // of the tensor leads to the same schedules (layers, checkpoints, saved tensors, inputs of compiled code), and they are

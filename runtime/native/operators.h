@@ -21,7 +21,7 @@ inline ForwardResult empty_forward(const Call& call, bool with_lse) {
     return {output(q, call.v).zero_(), std::move(lse)};
 }
 
-// The lse is undefined where it is not wanted.
+// The lse is undefined unless `with_lse`.
 inline ForwardResult run_forward(const Call& call, int64_t variant_handle, bool with_lse) {
     if (!acceptable(call)) {
         complain(call);
@@ -54,7 +54,7 @@ void warn_that_order_varies(const char* name) {
                     "(attnforge; or pass deterministic=True)");
 }
 
-// By the name of the first backend that sdpa_kernel() leaves torch: what runs is ours, whichever it is.
+// Named after the first backend that sdpa_kernel() enables; attnforge's kernels run for any of them.
 inline void warn_that_order_varies() {
     const at::Context& torch = at::globalContext();
     if (torch.userEnabledFlashSDP()) {
@@ -109,7 +109,7 @@ inline BackwardResult backward(const Tensor& dout, const Tensor& q, const Tensor
                         in_order(deterministic), variant_handle);
 }
 
-// As `backward`; behind its results the gradients of the tensors that the formula wants them of.
+// As `backward`; its results are followed by the gradients of the tensors that the formula declares with " grad".
 inline std::vector<Tensor> score_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                                           const Tensor& out, const Tensor& lse, const OptionalTensor& mask,
                                           int64_t kind, std::optional<double> scale, bool deterministic,

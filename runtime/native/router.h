@@ -29,7 +29,7 @@ inline uint64_t number_or_none(std::string_view text) {
     return text.empty() ? 0 : static_cast<uint64_t>(number_of(std::string(text)));
 }
 
-// What the choice to split keys asks of a GPU, which the driver is asked once.
+// Rates of a GPU that `splitting_is_faster` reads. The driver is queried once for each device.
 struct GpuRates {
     int multiprocessors;
     double bandwidth;  // of its memory, over an H100's

@@ -1,4 +1,4 @@
-// One kernel variant as host code knows it: its fields, read from the text of codegen/variant.py, and its launches.
+// The host's description of a kernel variant: its fields, read from the text of codegen/variant.py, and its launches.
 #pragma once
 
 #include <map>
