@@ -304,6 +304,7 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "parted_dq": not t.lag,  # sums of dQ of one consumer lie before those of the other
         "bulk_dq": True,  # dQ is added by bulk copies from shared memory
         "adds_quads": t.split_heads,  # threads add fragments to sums
+        "half_matrices": not t.split_heads,  # of dK and dV that TMA stores
         "keys_in_regs": t.in_regs > 0,
         "scores_by_query": False,  # rows of S are keys
         "gradients_from_ds": False,  # of a score's tensors, but from P and dP
