@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnforge.codegen.spec import Spec
+from attnforge.codegen.spec import Problem, Spec
 
 
 class Infeasible(ValueError):
@@ -53,6 +53,11 @@ class TensorMap:
     columns: int
     rows: int
     panels: int
+
+
+def has_score_bins(problem: Problem, deterministic: bool) -> bool:
+    """Does a kernel sum gradients of a score's tensors in integers (templates/common/score_bins.h.jinja)?"""
+    return deterministic and bool(problem.score.wanted)
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,8 @@ class Plan:
 
     @property
     def score_bins(self) -> bool:
-        """Are gradients of a score's tensors summed in integers (templates/common/score_bins.h.jinja)?"""
-        return self.deterministic and bool(self.spec.problem.score.wanted)
+        """Are gradients of a score's tensors summed in integers?"""
+        return has_score_bins(self.spec.problem, self.deterministic)
 
     def score_sums(self, tensor: int) -> str:
         """C++ arguments: where the gradient of a tensor of the score is summed, in floats, integers or both."""

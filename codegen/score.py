@@ -15,8 +15,6 @@ derivative by the score `gradient_code()` (score_derivative.py). `reads` has the
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from functools import cached_property
 
 from attnforge.codegen.formula import Formula
@@ -25,77 +23,25 @@ from attnforge.codegen.formula_program import COMPARISONS, Node, Program
 from attnforge.codegen.score_derivative import derivative
 from attnforge.codegen.score_lines import Lines, lines_of
 from attnforge.codegen.score_reads import Read, read_of
-from attnforge.codegen.score_tanh import NEAR, NEAREST, Series, score_factor, with_polynomials
+from attnforge.codegen.score_tanh import (
+    CAPS,
+    NEAR,
+    NEAREST,
+    Cap,
+    Series,
+    Tier,
+    score_factor,
+    with_polynomials,
+)
 from attnforge.codegen.score_tiles import split_unit, step_indices, tiled_program
 
 # Factors of the score in tanh beyond which the polynomial's coefficients would leave float32.
 NEAR_FACTORS = (1e-4, 1e4)
-# For the exponents of a cap (`Cap`): relative error below 2.3e-5. Unlike the others it rises everywhere.
-CAPPED = Series("_capped", 0.5, (0.99997744, -0.33169181, 0.11521136))
-EXACT_TO = 32.0  # exponents up to which that error is small beside the rounding of P to 16 bits
-CAPS = (28.0, 2800.0)  # between them the window of row maxima is wide, and no exponent is large (large.cuh)
 NEAR_NODES = 16  # values of the longest formula that gets a function of its own for small scores
 
 # Operations whose results are finite where their arguments are, but for overflow.
 _FINITE = ("const", "leaf", "+", "-", "*", "neg", "tanh", "tanh_approx", "sin", "cos", "where", "abs", "float",
            *COMPARISONS)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Tier:
-    """A polynomial in the place of tanh, and the |score| up to which it is right."""
-
-    series: Series
-    limit: float
-
-
-@dataclass(frozen=True)
-class Cap:
-    """A score of the form value * tanh(factor * score).
-
-    Its exponent, log2(e) times the score, is nearly x (c0 + c1 x^2 + c2 x^4) of x = factor * score, with `terms` for c.
-    A softmax may use that while the exponent of each row's maximum is between `lowest` and `highest`. Where x is below
-    -CAPPED.limit the polynomial is wrong, but such a pair then hardly counts.
-    """
-
-    value: float
-    factor: float
-
-    @property
-    def limit(self) -> float:
-        """The |score| up to which the polynomial is right."""
-        return CAPPED.limit / self.factor
-
-    @property
-    def terms(self) -> tuple[float, ...]:
-        """Coefficients of the polynomial."""
-        return tuple(self.value * math.log2(math.e) * c for c in CAPPED.terms)
-
-    @property
-    def unit(self) -> float:
-        """The polynomial is z ((z^2 + inner)^2 + outer) of z = unit * x."""
-        return float(self.terms[2] ** 0.2)
-
-    @property
-    def inner(self) -> float:
-        """See `unit`."""
-        return self.terms[1] / self.unit**3 / 2.0
-
-    @property
-    def outer(self) -> float:
-        """See `unit`."""
-        return self.terms[0] / self.unit - self.inner**2
-
-    def highest(self, weight: float) -> float:
-        """See the class. Relative to such a maximum, 2^polynomial is above `weight` where x is above CAPPED.limit."""
-        x = CAPPED.limit
-        at_limit = sum(c * x ** (2 * i + 1) for i, c in enumerate(self.terms))
-        return min(EXACT_TO, at_limit - math.log2(weight) - 0.1)
-
-    @property
-    def lowest(self) -> float:
-        """See the class. 2^20 keys at x = -0.6, where the error is 1 %, weigh an eighth of the row's largest key."""
-        return max(-EXACT_TO, 23.0 - self.value * math.log2(math.e) * math.tanh(0.6))
 
 
 class ScoreMod(Formula):

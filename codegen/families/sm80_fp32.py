@@ -29,7 +29,7 @@ from attnforge.codegen.families.mma import (
     span_bytes,
 )
 from attnforge.codegen.families.schedule import schedule_launches
-from attnforge.codegen.plan import Infeasible, Launch, Plan
+from attnforge.codegen.plan import Infeasible, Launch, Plan, has_score_bins
 from attnforge.codegen.spec import Arch, Problem, Spec, Tuning, knob
 
 # Arguments of one copy function of fp32_tile.cuh.jinja: its suffix, the names of the tile's rows and columns, copies
@@ -212,7 +212,7 @@ def _backward_launches(spec: Spec, t: Fp32Backward, shared: int) -> tuple[Launch
         Launch(f"{spec.symbol}_preprocess", queries, threads),
         Launch(spec.symbol, ("tiles_n", "batch", heads), threads, shared),
     ]
-    if t.deterministic and spec.problem.score.wanted:  # Plan.score_bins
+    if has_score_bins(spec.problem, t.deterministic):
         launches.append(Launch(f"{spec.symbol}_postprocess", queries, threads))
     return tuple(launches)
 
