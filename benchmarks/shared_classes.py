@@ -34,7 +34,8 @@ from attnforge.bagel.packing import PackedMask
 from attnforge.benchmarks import near_entries
 from attnforge.benchmarks.goals import part_of
 from attnforge.benchmarks.near_entries import CHOSEN, Job, Measured
-from attnforge.codegen.spec import Direction, DType
+from attnforge.codegen.spec import Direction, DType, Spec
+from attnforge.runtime import tables
 from attnforge.runtime.search.case import Case
 
 HEADS = ("28/4/128", "32/8/128", "16/16/128", "14/2/64", "8/8/64")
@@ -102,7 +103,7 @@ def class_of(job: Job) -> tuple[object, ...]:
     return way.value, case.head_dim, case.head_dim_v, group, *octaves, case.rounds(way)
 
 
-def _all_specs(jobs: list[Job]) -> dict[str, near_entries.Spec]:
+def _all_specs(jobs: list[Job]) -> dict[str, Spec]:
     return {slug: spec for job in jobs for slug, spec in job.specs.items()}
 
 
@@ -176,7 +177,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     args = arguments(words)
-    with near_entries.tables.unchanged():
+    with tables.unchanged():
         classes = classes_of(args)
     near_entries.compile_all([job for jobs in classes for job in jobs], args)
     facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 import shared_classes
 import torch
-from near_entries import CHOSEN, Job, Measured
 from shared_classes import Shared
 
 from attnforge.bagel.measure.cases import make_case, pairs_of
+from attnforge.benchmarks.near_entries import CHOSEN, Job, Measured
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
 from attnforge.runtime import tables
 from attnforge.runtime.build.settings import TABLES
+from attnforge.runtime.masks import Spans
 from attnforge.runtime.search.timing import Timing
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,6 +33,7 @@ def test_calls_of_an_octave_see_as_many_keys(length: int) -> None:
     assert len(found) >= 6
     for n, case in enumerate(found):
         assert case.visible_keys.bit_length() - 1 == shared_classes.OCTAVES[n // 3], case.name
+        assert isinstance(case.mask, Spans)
         assert case.pairs == pairs_of(case.mask, length)
 
 
