@@ -10,7 +10,6 @@ Sk, where it is known on the host.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -20,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 MODULE = "torch.utils.flop_counter"
 
@@ -60,11 +60,10 @@ def register() -> None:
 def _add(counter: ModuleType) -> None:
     for name, formula in _FORMULAS.items():
         counter.register_flop_formula(getattr(torch.ops.attnforge, name))(formula)
-    # A counter copies the table when it is made, which may be before the first call of attention.
-    made = counter.FlopCounterMode
-    for one in gc.get_referrers(made, *made.__subclasses__()):
-        if isinstance(one, made):
-            one.flop_registry = counter.flop_registry | one.flop_registry
+    # A counter copies the table when it is made: the first call of all may be inside one.
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, counter._FlopCounterMode):
+            mode.counter.flop_registry = counter.flop_registry | mode.counter.flop_registry
 
 
 class _WhenImported(MetaPathFinder):
