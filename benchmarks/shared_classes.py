@@ -86,7 +86,7 @@ def classes_of(args: argparse.Namespace) -> list[list[Job]]:
         for case in calls_of(heads, length, dtype, device)
     ]
     cases += [make_case(pack, heads, dtype, device) for heads, pack in product(args.heads, args.packs)]
-    found: dict[tuple[object, ...], list[Job]] = defaultdict(list)
+    found: dict[tuple[str | int, ...], list[Job]] = defaultdict(list)
     for case, way in product(cases, Direction):
         job = near_entries.job_of(case, way, args.entries)
         found[class_of(job)].append(job)
@@ -95,8 +95,8 @@ def classes_of(args: argparse.Namespace) -> list[list[Job]]:
     return [[replace(job, specs=_all_specs(jobs)) for job in jobs] for jobs in shared]
 
 
-def class_of(job: Job) -> tuple[object, ...]:
-    """As `tables.Tuned.cls` tells calls apart."""
+def class_of(job: Job) -> tuple[str, int, int, int, int, int, int]:
+    """Pass, head dims, GQA ratio, octaves of length and visible keys, and rounds, as of `tables.Tuned.cls`."""
     case, way = job.case, job.direction
     octaves = case.seq_q.bit_length() - 1, case.visible_keys.bit_length() - 1
     group = case.heads_q // case.heads_kv
@@ -112,9 +112,9 @@ def _all_specs(jobs: list[Job]) -> dict[str, Spec]:
 
 @dataclass(frozen=True)
 class Shared:
-    """The timings of a class, and what follows from them."""
+    """The timings of a class's calls, and what follows from them."""
 
-    found: list[Measured]
+    calls: list[Measured]
     least: float
 
     def loss(self, one: Measured, slug: str) -> float:
@@ -123,25 +123,26 @@ class Shared:
 
     def worst(self, slug: str) -> float:
         """The largest loss of a kernel."""
-        return max(self.loss(one, slug) for one in self.found)
+        return max(self.loss(one, slug) for one in self.calls)
 
     @property
     def kernel(self) -> str:
         """The class's: what is chosen now, or the one with the smallest largest loss."""
-        job = self.found[0].job
+        job = self.calls[0].job
         best = min(job.specs, key=self.worst)
         gains = self.worst(CHOSEN) >= self.least * self.worst(best)
         return best if gains or job.chosen not in job.specs else job.chosen
 
     def rows(self) -> Iterator[str]:
-        job = self.found[0].job
-        head = " ".join(str(part) for part in class_of(job))
-        for one in self.found:
+        job = self.calls[0].job
+        way, dim, _, group, octave, visible, rounds = class_of(job)
+        head = f"{way}, head_dim {dim}, ratio {group}, {2**octave} tokens, {2**visible} keys, {rounds} rounds"
+        for one in self.calls:
             now, then = (f"{self.loss(one, name):.3f}" for name in (CHOSEN, self.kernel))
             yield markdown_row((head, one.job.case.name, one.job.chosen, now, self.kernel, then))
 
     def log(self) -> Iterator[str]:
-        for one in self.found:
+        for one in self.calls:
             times = {slug: timing.median for slug, timing in one.first.items()}
             job = one.job
             facts = {"class": class_of(job), "case": job.case.name, "visible_keys": job.case.visible_keys}
@@ -149,7 +150,7 @@ class Shared:
 
     def save(self, args: argparse.Namespace) -> str:
         """Write the entry of the class, with the call that loses most now; returns what it is."""
-        loser = max(self.found, key=lambda one: self.loss(one, CHOSEN))
+        loser = max(self.calls, key=lambda one: self.loss(one, CHOSEN))
         times = {name: loser.first[name] for name in (CHOSEN, self.kernel)}
         only = Measured(loser.job, {self.kernel: times[self.kernel]}, times)
         return near_entries.save(only, argparse.Namespace(**vars(args) | {"least": 0.0}))
@@ -194,7 +195,7 @@ def main(words: list[str] | None = None) -> None:
         args.json.write_text("".join(f"{line}\n" for shared in measured for line in shared.log()))
     if args.table_out:  # last: calls must not take the entries of calls before
         for shared in measured:
-            print(f"{class_of(shared.found[0].job)}: {shared.save(args)}", flush=True)
+            print(f"{class_of(shared.calls[0].job)}: {shared.save(args)}", flush=True)
 
 
 if __name__ == "__main__":
