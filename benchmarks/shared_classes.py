@@ -11,13 +11,15 @@ of the same call. A class's kernel is what dispatch chooses now, unless another 
 `--least`; then it is the one with the smallest largest loss.
 
 `--table-out` writes an entry of each class, also where nothing changes, so that an entry of another class does not
-displace it. The kernel is verified first, as a search does.
+displace it, and one for deterministic calls if some of the kernels sum in a fixed order: of these the one with the
+smallest average loss. The kernels are verified first, as a search does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -133,6 +135,15 @@ class Shared:
         gains = self.worst(CHOSEN) >= self.least * self.worst(best)
         return best if gains or job.chosen not in job.specs else job.chosen
 
+    @property
+    def fixed_order(self) -> str | None:
+        """Of the kernels that sum in a fixed order, if there are any, the one with the smallest geometric mean."""
+        specs = self.calls[0].job.specs
+        names = [name for name, spec in specs.items() if getattr(spec.tuning, "deterministic", False)]
+        return min(
+            names, key=lambda name: math.prod(self.loss(one, name) for one in self.calls), default=None
+        )
+
     def rows(self) -> Iterator[str]:
         job = self.calls[0].job
         way, dim, _, group, octave, visible, rounds = class_of(job)
@@ -148,11 +159,17 @@ class Shared:
             facts = {"class": class_of(job), "case": job.case.name, "visible_keys": job.case.visible_keys}
             yield json.dumps(facts | {"chosen": job.chosen, "ms": times})
 
-    def save(self, args: argparse.Namespace) -> str:
-        """Write the entry of the class, with the call that loses most now; returns what it is."""
-        loser = max(self.calls, key=lambda one: self.loss(one, CHOSEN))
-        times = {name: loser.first[name] for name in (CHOSEN, self.kernel)}
-        only = Measured(loser.job, {self.kernel: times[self.kernel]}, times)
+    def save(self, args: argparse.Namespace) -> Iterator[str]:
+        """Write the entries of the class, each with the call that loses most; yields what they are."""
+        yield self._save(self.kernel, args)
+        if self.fixed_order is not None:
+            yield f"deterministic: {self._save(self.fixed_order, args, deterministic=True)}"
+
+    def _save(self, kernel: str, args: argparse.Namespace, deterministic: bool = False) -> str:
+        loser = max(self.calls, key=lambda one: self.loss(one, kernel if deterministic else CHOSEN))
+        job = replace(loser.job, case=replace(loser.job.case, deterministic=deterministic))
+        times = {name: loser.first[name] for name in (CHOSEN, kernel)}
+        only = Measured(job, {kernel: times[kernel]}, times)
         return near_entries.save(only, argparse.Namespace(**vars(args) | {"least": 0.0}))
 
 
@@ -195,7 +212,8 @@ def main(words: list[str] | None = None) -> None:
         args.json.write_text("".join(f"{line}\n" for shared in measured for line in shared.log()))
     if args.table_out:  # last: calls must not take the entries of calls before
         for shared in measured:
-            print(f"{class_of(shared.calls[0].job)}: {shared.save(args)}", flush=True)
+            for entry in shared.save(args):
+                print(f"{class_of(shared.calls[0].job)}: {entry}", flush=True)
 
 
 if __name__ == "__main__":
