@@ -23,6 +23,7 @@ from attnforge.runtime.tables import PACKAGED, Tuned
 
 H200 = "NVIDIA H200"
 FLAGSHIP, RATIO = 128, 7  # head_dim of BAGEL-7B, and its query heads of a kv head
+PACK = "pretrain/"  # begins the names of the cases that are BAGEL's pretraining packs
 DTYPES = (DType.BFLOAT16, DType.FLOAT32)
 CPU_SHOWN: tuple[CpuForward | CpuBackward, ...] = (
     CpuForward(48, 64, 8, 16, 8, 3, pairs=True),
@@ -37,10 +38,10 @@ def examples(directory: Path = GENERATED) -> list[Spec]:
     """The chosen specs, sorted by slug; none of a search for deterministic gradients.
 
     For each (family, pass, mask kind) in the GPU tables: the entry at head_dim 128, or at the nearest one, in bf16,
-    without a score and of BAGEL-7B's GQA ratio if there is one, of the most visible keys where the mask lists them,
-    then of the longest sequence, then of the highest speed. A (family, pass) without an entry is shown by its first
-    candidate for `spans`, at head_dim 128 if it takes that; the CPU's, whose tables and first candidates belong to one
-    machine, by `CPU_SHOWN`. Last, the kernel for short queries.
+    without a score, of BAGEL-7B's GQA ratio and of its pretraining packs if there is one, of the most visible keys
+    where the mask lists them, then of the longest sequence, then of the highest speed. A (family, pass) without an
+    entry is shown by its first candidate for `spans`, at head_dim 128 if it takes that; the CPU's, whose tables and
+    first candidates belong to one machine, by `CPU_SHOWN`. Last, the kernel for short queries.
     """
     chosen: dict[tuple[str, Direction, Mask], Spec] = {}
     plain = (entry for entry in tuned_entries(directory) if not entry.deterministic)
@@ -75,11 +76,12 @@ def prologues() -> list[PrologueSpec]:
     return [tuned.get(problem) or next(candidates_of_prologue(problem)) for problem in problems]
 
 
-def _preference(entry: Tuned) -> tuple[int, bool, bool, bool, int, int, float]:
+def _preference(entry: Tuned) -> tuple[int, bool, bool, bool, bool, int, int, float]:
     problem = entry.spec.problem
     distance, other = abs(problem.head_dim - FLAGSHIP), problem.dtype is not DType.BFLOAT16
+    work = entry.group != RATIO, not str(entry.notes.get("case", "")).startswith(PACK)
     length = -entry.visible_keys, -entry.size
-    return distance, other, bool(problem.score), entry.group != RATIO, *length, -entry.tflops
+    return distance, other, bool(problem.score), *work, *length, -entry.tflops
 
 
 def _first(problem: Problem) -> Spec | None:

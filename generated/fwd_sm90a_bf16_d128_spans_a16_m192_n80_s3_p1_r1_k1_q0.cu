@@ -1,13 +1,13 @@
-// attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p0_r1_k1_q0
+// attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask spans --align 16
-//     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=0
+//     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=1
 //     --set persistent=1 --set dynamic=1 --set q_in_regs=0
 //
 //   tile_m      192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       80   keys per step of the main loop
 //   stages        3   shared-memory buffers for K and for V
-//   ping_pong     0   1: warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   ping_pong     1   1: warpgroup ordering barrier: the softmax of one overlaps the products of another
 //   persistent    1   1: one block per multiprocessor walks many tiles
 //   dynamic       1   1: dynamic tile scheduler: a block takes its next work tile from tile_counter
 //   q_in_regs     0   1: keep the fragments of Q in registers
@@ -120,6 +120,7 @@ constexpr int kSharedBytes = kBroadcast + kBroadcastBytes * kBuffersQ;
 static_assert(kSharedBytes == 223360, "codegen/families/sm90.py disagrees");
 
 // Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
+//   kOrderBarrier      orders warpgroups: one syncs before it issues products, the one before it arrives after its own
 //   kWarpgroupBarrier  the four warps of the warpgroup
 enum NamedBarrier { kOrderBarrier = 1, kWarpgroupBarrier = 1 + kConsumers };
 
@@ -257,9 +258,12 @@ __device__ __forceinline__ void wgmma_wait_all_but_one() {
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
-// Warps: named barrier `id` for `threads` threads: wait for all.
+// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Thread: 2^x, about 2 ulp.
@@ -475,7 +479,7 @@ __device__ __forceinline__ unsigned find_kind(const Params& p, const Keys& keys,
 
 // One block per key tile: at its index in the list of each query tile, writes how the query tile sees it.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p0_r1_k1_q0_kinds(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_kinds(const __grid_constant__ Params p) {
     const Keys keys = load_keys(p, blockIdx.x);
     int seen = 0;
     for (int base = 0; base < p.tiles_m; base += kScheduleThreads) {
@@ -488,7 +492,7 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p0_r1_k1_q0_kinds(const __gr
 
 // One block per owned tile: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p0_r1_k1_q0_schedule(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     __shared__ int2 kv_range[kRowGroups];
     if (threadIdx.x < kRowGroups) {
@@ -531,7 +535,7 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p0_r1_k1_q0_schedule(const _
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p0_r1_k1_q0_order(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;
@@ -1066,6 +1070,15 @@ struct Consumer {
         barrier_arrive_if(stored && leader, smem + kEmptyQ + stage * 8);
     }
 
+    // Warpgroup ordering barrier: one warpgroup issues its products while the others are at their softmax.
+    __device__ __forceinline__ void order_sync() const {
+        named_sync(kOrderBarrier + warpgroup, 256);
+    }
+
+    __device__ __forceinline__ void order_arrive() const {
+        named_arrive(kOrderBarrier + (warpgroup + 1) % kConsumers, 256);
+    }
+
     // ---- Steps of a visit ----
 
     __device__ __forceinline__ void set_visit(int i) {
@@ -1118,12 +1131,17 @@ struct Consumer {
     }
 
     // Release K and V of `count` visits that show these rows nothing. No wgmma may be in flight.
-    __device__ __forceinline__ void skip_visits(int count) {
+    // The other warpgroups take the first `ordered` of them through the ordering barrier.
+    __device__ __forceinline__ void skip_visits(int count, int ordered) {
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             wait_k();  // to arrive earlier would count for the visit before
             named_sync(kWarpgroupBarrier + warpgroup, 128);  // all warps have seen this phase: it may end
             barrier_arrive_if(threadIdx.x % 32 == 0, smem + kEmptyK + kv_pipe.stage * 8);
+            if (i < ordered) {
+                order_sync();
+                order_arrive();
+            }
             wait_v(kv_pipe);
             named_sync(kWarpgroupBarrier + warpgroup, 128);
             barrier_arrive_if(leader, smem + kEmptyV + kv_pipe.stage * 8);
@@ -1133,7 +1151,7 @@ struct Consumer {
 
     // Skip a work tile, and fetch the next.
     __device__ __forceinline__ void skip_tile() {
-        skip_visits(visit_count);
+        skip_visits(visit_count, visit_count - 1);
         store_empty(p, work, first_row(p, work) + warpgroup * 64, 64, threadIdx.x % 128, 128);
         barrier_arrive_if(leader, smem + kEmptyQ + q_pipe.stage * 8);
         q_pipe.advance();
@@ -1149,7 +1167,7 @@ struct Consumer {
         if (visit_count == 0) {
             return false;
         }
-        skip_visits(kv_range.begin);
+        skip_visits(kv_range.begin, kv_range.begin);
         return true;
     }
 
@@ -1197,6 +1215,9 @@ struct Consumer {
     // ---- The loop over work tiles and visits ----
 
     __device__ __forceinline__ void run() {
+        if (warpgroup == kConsumers - 1) {
+            named_arrive(kOrderBarrier, 256);  // the first warpgroup begins
+        }
         fetch_tile();
         while (next_visible_tile()) {
             begin_tile();
@@ -1218,9 +1239,11 @@ struct Consumer {
                     const PipelineState<kStages> v_pipe = kv_pipe;
                     kv_pipe.advance();
                     wait_k();
+                    order_sync();
                     issue_qk();
                     wait_v(v_pipe);
                     issue_pv(v_pipe.stage, i > kv_range.begin + 1);
+                    order_arrive();
                     wgmma_wait_all_but_one();  // S is complete, P V may still run
                     apply_mask_and_release_k();
                     wgmma_wait_all();
@@ -1239,7 +1262,7 @@ struct Consumer {
             } while (tail.overlap);
             finish_tile<false>(tail);
             if (tail.hidden_visits > 0) {
-                skip_visits(tail.hidden_visits);
+                skip_visits(tail.hidden_visits, tail.hidden_visits);
                 fetch_tile();
             }
             release_q(tail.q_stage, true);
@@ -1251,7 +1274,7 @@ struct Consumer {
 
 // Grid: tiles_m x batch x heads_q work tiles, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p0_r1_k1_q0(
+attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned smem = shared_address(shared);
