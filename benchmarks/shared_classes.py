@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,7 +39,9 @@ from attnforge.benchmarks.goals import part_of
 from attnforge.benchmarks.near_entries import CHOSEN, Job, Measured
 from attnforge.codegen.spec import Direction, DType, Spec
 from attnforge.runtime import tables
-from attnforge.runtime.search.case import Case
+from attnforge.runtime.rounds import MANY
+from attnforge.runtime.search.case import Case, as_deterministic
+from attnforge.runtime.tables import Tuned
 
 HEADS = ("28/4/128", "32/8/128", "16/16/128", "14/2/64", "8/8/64")
 LENGTHS = (8192, 16384, 32768, 65536)
@@ -88,21 +91,29 @@ def classes_of(args: argparse.Namespace) -> list[list[Job]]:
         for case in calls_of(heads, length, dtype, device)
     ]
     cases += [make_case(pack, heads, dtype, device) for heads, pack in product(args.heads, args.packs)]
-    found: dict[tuple[str | int, ...], list[Job]] = defaultdict(list)
+    found: dict[str, list[Job]] = defaultdict(list)
     for case, way in product(cases, Direction):
         job = near_entries.job_of(case, way, args.entries)
-        found[class_of(job)].append(job)
+        if job.specs:
+            found[json.dumps(class_of(job))].append(job)
     part, parts = args.part
-    shared = [jobs for jobs in found.values() if len(jobs) > 1 and _all_specs(jobs)][part::parts]
+    shared = [jobs for jobs in found.values() if len(jobs) > 1][part::parts]
     return [[replace(job, specs=_all_specs(jobs)) for job in jobs] for jobs in shared]
 
 
-def class_of(job: Job) -> tuple[str, int, int, int, int, int, int]:
-    """Pass, head dims, GQA ratio, octaves of length and visible keys, and rounds, as of `tables.Tuned.cls`."""
-    case, way = job.case, job.direction
-    octaves = case.seq_q.bit_length() - 1, case.visible_keys.bit_length() - 1
-    group = case.heads_q // case.heads_kv
-    return way.value, case.head_dim, case.head_dim_v, group, *octaves, case.rounds(way)
+def class_of(job: Job) -> dict[str, Any]:
+    """The class of the tables that the call is in."""
+    spec = next(iter(job.specs.values()))
+    call = job.case.call(spec.problem)
+    return Tuned(
+        spec, call.group, call.size, 0.0, 0.0, visible_keys=call.visible_keys, rounds=call.rounds
+    ).cls
+
+
+def _in_words(cls: dict[str, Any]) -> str:
+    tokens, keys, rounds = 2 ** cls["octave"], 2 ** cls["visible_octave"], cls.get("rounds", MANY)
+    what = f"{cls['direction']}, head_dim {cls['head_dim']}, ratio {cls['group']}"
+    return f"{what}, {tokens} tokens, {keys} keys, {rounds} rounds"
 
 
 def _all_specs(jobs: list[Job]) -> dict[str, Spec]:
@@ -145,9 +156,7 @@ class Shared:
         )
 
     def rows(self) -> Iterator[str]:
-        job = self.calls[0].job
-        way, dim, _, group, octave, visible, rounds = class_of(job)
-        head = f"{way}, head_dim {dim}, ratio {group}, {2**octave} tokens, {2**visible} keys, {rounds} rounds"
+        head = _in_words(class_of(self.calls[0].job))
         for one in self.calls:
             now, then = (f"{self.loss(one, name):.3f}" for name in (CHOSEN, self.kernel))
             yield markdown_row((head, one.job.case.name, one.job.chosen, now, self.kernel, then))
@@ -167,9 +176,9 @@ class Shared:
 
     def _save(self, kernel: str, args: argparse.Namespace, deterministic: bool = False) -> str:
         loser = max(self.calls, key=lambda one: self.loss(one, kernel if deterministic else CHOSEN))
-        job = replace(loser.job, case=replace(loser.job.case, deterministic=deterministic))
+        case = as_deterministic(loser.job.case) if deterministic else loser.job.case
         times = {name: loser.first[name] for name in (CHOSEN, kernel)}
-        only = Measured(job, {kernel: times[kernel]}, times)
+        only = Measured(replace(loser.job, case=case), {kernel: times[kernel]}, times)
         return near_entries.save(only, argparse.Namespace(**vars(args) | {"least": 0.0}))
 
 
@@ -213,7 +222,7 @@ def main(words: list[str] | None = None) -> None:
     if args.table_out:  # last: calls must not take the entries of calls before
         for shared in measured:
             for entry in shared.save(args):
-                print(f"{class_of(shared.calls[0].job)}: {entry}", flush=True)
+                print(f"{_in_words(class_of(shared.calls[0].job))}: {entry}", flush=True)
 
 
 if __name__ == "__main__":
