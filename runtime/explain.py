@@ -42,11 +42,10 @@ def explain(call: Call, target: Target) -> Explanation:
     choice = choose_for(call, target)
     taken = choice.offer
     there = call.on(choice.spec.problem.arch)
+    offers = list(choosing.offers(there, target.name))
     others = {
         offer.entry.spec.slug: _why_not(offer, taken, there)
-        for offer in reversed(
-            list(choosing.offers(there, target.name))
-        )  # of several entries of a kernel the nearest
+        for offer in reversed(offers)  # of several entries of a kernel the nearest
         if offer != taken and offer.entry.spec.tuning != choice.spec.tuning
     }
     entries = tuple(Rejected(name, others[name]) for name in reversed(others))

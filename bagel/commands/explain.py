@@ -48,11 +48,10 @@ def explain(selection: Selection, deterministic: bool, most: int) -> None:
         target = dataclasses.replace(target, archs=(selection.arch,))
     for case in selection.cases():
         case.check()
+        case = dataclasses.replace(case, deterministic=deterministic)
         for direction in selection.directions:
             problem = case.problem(direction, target.archs[0])
-            strict = deterministic and direction is Direction.BACKWARD
             call = case.call(problem, multiprocessors(gpu) if gpu else None)
-            call = dataclasses.replace(call, deterministic=strict)
             found = explaining.explain(call, target)
             echo(f"{case.name} {direction.value} {case.dtype.value} on {target.name}")
             splitting = _splitting(call, case.seq_k, target) if direction is Direction.FORWARD else None
