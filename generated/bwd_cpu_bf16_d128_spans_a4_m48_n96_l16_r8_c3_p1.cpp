@@ -66,7 +66,8 @@ constexpr int kLanes = 16;  // floats of a vector
 constexpr int kRows = 8;  // register block: kRows x kCols vectors
 constexpr int kCols = 3;
 constexpr int kPanel = kCols * kLanes;  // owned rows of a panel: one per vector lane
-constexpr int kColumns = (kHeadDim + kRows - 1) / kRows * kRows;  // in whole register blocks, zeros past kHeadDim
+// Columns in whole register blocks, zeros past the head dims.
+constexpr int kColumns = (kHeadDim + kRows - 1) / kRows * kRows;
 constexpr int kColumnsV = (kHeadDimV + kRows - 1) / kRows * kRows;
 constexpr int kDepth = (kHeadDim + 1) / 2;  // words of a row: pairs of bf16
 constexpr int kDepthV = (kHeadDimV + 1) / 2;

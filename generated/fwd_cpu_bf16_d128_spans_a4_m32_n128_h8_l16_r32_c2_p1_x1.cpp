@@ -56,7 +56,8 @@ constexpr int kLanes = 16;  // floats of a vector
 constexpr int kRows = 32;  // register block: kRows x kCols vectors
 constexpr int kCols = 2;
 constexpr int kPanel = kCols * kLanes;  // owned rows of a panel: one per vector lane
-constexpr int kColumnsV = (kHeadDimV + kRows - 1) / kRows * kRows;  // in whole register blocks, zeros past kHeadDimV
+// Columns in whole register blocks, zeros past the head dims.
+constexpr int kColumnsV = (kHeadDimV + kRows - 1) / kRows * kRows;
 constexpr int kTileWords = 16;  // words of a row of a tile register, each a pair of bf16
 constexpr int kDepth = (kHeadDim + 31) / 32 * kTileWords;  // words of a row, in whole tile registers
 constexpr int kHeads = 8;  // query heads of a task, at most
