@@ -51,12 +51,13 @@ inline void encode(const std::vector<TensorMapPlan>& plans, const Params& p, at:
         const TensorRef& x = p.*m.tensor;
         const uint64_t heads = m.queries ? p.heads_q : p.heads_kv, seq = m.queries ? p.seq_q : p.seq_k;
         const uint64_t width = m.panels > 1 ? m.columns : m.head_dim;
-        const uint64_t sizes[] = {width, seq, m.panels, heads, static_cast<uint64_t>(p.batch)};
+        const uint64_t panels = m.panels > 1 ? m.head_dim / m.columns : 1;  // a copy may take some of them
+        const uint64_t sizes[] = {width, seq, panels, heads, static_cast<uint64_t>(p.batch)};
         // The stride of an axis of size 1 is never used, but has to be acceptable.
         const auto bytes = [](long long stride, uint64_t size) {
             return size > 1 ? static_cast<uint64_t>(stride) * 2 : 16;
         };
-        const uint64_t strides[] = {bytes(x.row, seq), bytes(m.columns, m.panels), bytes(x.head, heads),
+        const uint64_t strides[] = {bytes(x.row, seq), bytes(m.columns, panels), bytes(x.head, heads),
                                     bytes(x.batch, p.batch)};
         const unsigned box[] = {m.columns, m.rows, m.panels, 1, 1};
         const unsigned steps[] = {1, 1, 1, 1, 1};
