@@ -228,8 +228,9 @@ class Problem:
         """Kernels that share templates and knobs: with the direction, the key of `families.FAMILIES`."""
         if self.dtype is DType.FLOAT32 and self.arch.is_gpu:
             return f"{self.arch.family}_fp32"
-        wide = self.head_dim > 128 or self.dim_v != 0
-        if wide and self.arch is Arch.SM90A and self.direction is Direction.BACKWARD:
+        backward = self.direction is Direction.BACKWARD
+        wide = self.head_dim > 128 or self.dim_v != 0 if backward else self.head_dim > 256
+        if wide and self.arch is Arch.SM90A:
             return f"{self.arch.family}_wide"
         return self.arch.family
 

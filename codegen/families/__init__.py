@@ -35,6 +35,7 @@ from attnforge.codegen.families import (
     sm90,
     sm90_backward,
     sm90_backward_wide,
+    sm90_forward_wide,
     sm90_fp32,
 )
 from attnforge.codegen.families.family import Family
@@ -51,6 +52,7 @@ FAMILIES: dict[tuple[str, Direction], Family] = {
     ("sm80_fp32", Direction.BACKWARD): sm80_fp32.BACKWARD,
     ("sm90a", Direction.FORWARD): sm90.FORWARD,
     ("sm90a", Direction.BACKWARD): sm90_backward.BACKWARD,
+    ("sm90a_wide", Direction.FORWARD): sm90_forward_wide.FORWARD,
     ("sm90a_wide", Direction.BACKWARD): sm90_backward_wide.BACKWARD,
     ("sm90a_fp32", Direction.FORWARD): sm90_fp32.FORWARD,
 }

@@ -213,6 +213,9 @@ def split_tunings(problem: Problem, fewest: int, most: int) -> Iterator[Sm80Forw
 
     While memory is the bound, a tile holds those of the longest call; larger ones, of the shortest.
     """
+    if problem.largest_dim > HEAD_DIM_LIMIT:
+        yield from WIDE  # they all split the keys
+        return
     rows = most if most <= MEMORY_BOUND else fewest
     fitting = (tuning for limit, tuning in SPLITTING if problem.largest_dim <= limit)
     yield from sorted(fitting, key=lambda t: (False, t.tile_m) if t.tile_m >= rows else (True, -t.tile_m))

@@ -1,7 +1,7 @@
 """The Hopper forwards in 16 bits: TMA, wgmma, a producer warpgroup and one to three consumer warpgroups.
 
-Knob `splits` chooses the kernel for short queries, whose blocks share the keys. Head dims above 256 have a kernel of
-their own, by pairs of blocks that have half of the columns each.
+Knob `splits` chooses the kernel for short queries, whose blocks share the keys. Head dims above 256 have a family of
+their own (sm90_forward_wide.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
 # Of a thread, for the addresses in several tensors that a score reads for each pair: an estimate, so that the tiles
 # which are left do not spill (96 keys a tile: 156 bytes, with three consumers 1200; test_score_kernels.py compiles 64).
 SCORE_REGISTERS = 80
-PAIR = 2  # blocks that share the columns of a wide head
 
 
 @dataclass(frozen=True)
@@ -95,15 +94,12 @@ def plan(spec: Spec) -> Plan:
     """Plan of a Hopper spec, or `Infeasible`."""
     p, t = spec.problem, spec.tuning
     assert isinstance(t, Sm90Forward)
-    wide = p.largest_dim > HEAD_DIM_LIMIT and not t.splits
-    require_hopper(p, "forward", 2 * HEAD_DIM_LIMIT if wide else HEAD_DIM_LIMIT)
+    require_hopper(p, "forward", HEAD_DIM_LIMIT)
     require_words(spec)
     _require_knobs(t)
     consumers = consumer_warpgroups(t.tile_m, t.tile_n, t.stages, t.ping_pong)
     if t.splits:
         return _split(spec, t, consumers)
-    if wide:
-        return _pair(spec, t, consumers)
     if _reads_several(p) and consumers > 2:
         raise Infeasible(
             f"score: reads {len(p.score.tensors)} tensors, whose addresses do not fit in the registers of {consumers} "
@@ -380,71 +376,6 @@ def _split(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     )
 
 
-def _pair(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
-    """Plan of the kernel for wide heads, of which each block of a pair has half of the columns."""
-    p = spec.problem
-    _require_pair(p, t)
-    columns = p.head_dim // PAIR
-    panels, row = columns // 64, columns * 2
-    live = t.tile_n // 2 + t.tile_n // 4 + columns // 2
-    # With 256 columns and a mask consumers spill beside a busy producer; without a mask the other producer does.
-    roomy = p.mask is Mask.FULL or columns < HEAD_DIM_LIMIT
-    producer_registers, consumer_registers = (REGISTERS_BUSY if roomy else REGISTERS)[consumers]
-    require_registers(live, consumer_registers, "S, P and O")
-    stages_v = t.stages_v or t.stages
-    bounds = t.stages * t.tile_n * 8 if p.mask is Mask.SPANS else 0
-    shared = t.tile_m * row + (t.stages + stages_v) * t.tile_n * row  # Q, K and V
-    shared += consumers * 64 * t.tile_n * 4 + bounds  # the peer's parts of S
-    shared += 8 * (1 + 2 * (t.stages + stages_v + consumers))  # barriers
-    require_shared(shared)
-    grid = ("tiles_m", "batch", "heads_q")
-    tiles = (("q", t.tile_m, panels), ("k", t.tile_n, panels), ("v", t.tile_n, panels), ("out", 64, 1))
-    return Plan(
-        spec=spec,
-        template="sm90a/forward_pair.cu.jinja",
-        suffix=".cu",
-        launches=(Launch(spec.symbol, grid, 128 * (consumers + 1), shared, per_tile=PAIR),),
-        schedule=schedule_launches(spec, "tiles_m"),
-        owner="m",
-        registers=live + REGISTERS_BESIDES,
-        deterministic=True,
-        bounds=p.mask is Mask.SPANS,
-        tensor_maps=tuple(TensorMap(tensor, 64, rows, of_copy) for tensor, rows, of_copy in tiles),
-        constants={
-            "consumers": consumers,
-            "type": wgmma_type(p.dtype),
-            "shared_bytes": shared,
-            "columns": 64,
-            "panels": panels,
-            "panels_v": panels,
-            "out_panels": panels,
-            "tail": 0,
-            "copies": 1,
-            "swizzle": SWIZZLE_CODE[128],
-            "halved": True,
-            "broadcast": False,
-            "producer_registers": producer_registers,
-            "consumer_registers": consumer_registers,
-        },
-    )
-
-
-def _require_pair(p: Problem, t: Sm90Forward) -> None:
-    """Infeasible for problems and knobs that the kernel for wide heads does not take."""
-    if p.dim_v or p.head_dim % (PAIR * 64):
-        raise Infeasible(
-            "the sm90a forward kernel for wide heads takes 384 and 512, of q, k and v alike",
-            f"head_dim {p.head_dim}",
-        )
-    if p.score or p.unions or p.in_planes:
-        raise Infeasible(
-            "the sm90a forward kernel for wide heads takes no score, and one interval a key; sm90 takes this call",
-            f"head_dim {p.head_dim}",
-        )
-    if replace(t, **{name: getattr(WIDE_HEADS[0], name) for name in PAIR_KNOBS}) != WIDE_HEADS[0]:
-        raise Infeasible(f"head_dim {p.head_dim}: takes the knobs {', '.join(PAIR_KNOBS)}; others must be 0")
-
-
 # ---- Space
 
 # What won on an H200 (docs/performance.md), up to 96 columns and beyond. Without a table, the first that fits is taken.
@@ -512,9 +443,6 @@ TENSORS = {
 
 def tunings(problem: Problem) -> Iterator[Sm90Forward]:
     """What a search tries, best guess first."""
-    if problem.largest_dim > HEAD_DIM_LIMIT:
-        yield from _wide_tunings()
-        return
     narrow = problem.head_dim_v <= 96  # registers of O
     own_long = problem.dim_v and problem.largest_dim > 128
     if _reads_several(problem):
@@ -587,25 +515,6 @@ def _later_knobs(
                     heads_together=heads,
                     cache_mb=cache_mb,
                 )
-
-
-# For head dims above 256. Two buffers of K and V of 64 keys are what fits beside Q and the peer's part of S.
-PAIR_KNOBS = ("tile_m", "tile_n", "stages", "stages_v", "exact_visits")
-WIDE_HEADS = (
-    Sm90Forward(128, 64, 2, False, False, False, False),
-    Sm90Forward(128, 48, 2, False, False, False, False),
-    Sm90Forward(64, 64, 2, False, False, False, False),
-)
-
-
-def _wide_tunings() -> Iterator[Sm90Forward]:
-    """The space of head dims above 256."""
-    yield from WIDE_HEADS
-    loads = ((2, 0), (1, 0), (3, 0), (1, 2), (2, 3))  # stages, stages_v
-    for (tile_m, tile_n), (stages, stages_v) in product(
-        product((128, 64), (64, 80, 96, 48, 112, 128, 32)), loads
-    ):
-        yield replace(WIDE_HEADS[0], tile_m=tile_m, tile_n=tile_n, stages=stages, stages_v=stages_v)
 
 
 # For short queries.

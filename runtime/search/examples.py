@@ -140,6 +140,10 @@ _SUBJECTS = {
     ("sm80_fp32", "bwd"): "the five products of the backward in split tf32",
     ("sm90a", "fwd"): "a TMA producer thread and wgmma consumer warpgroups; softmax overlaps the next Q K^T",
     ("sm90a", "bwd"): "wgmma for all five products, dQ summed through TMA reductions, overlapped launches",
+    (
+        "sm90a_wide",
+        "fwd",
+    ): "head_dim 384 and 512: two blocks have half of the columns each, and exchange parts of S",
     ("sm90a_wide", "bwd"): "up to head_dim 256: one warpgroup sums dV, the other dK, both transposed",
     ("sm90a_fp32", "fwd"): "float32 from six bf16 wgmma products per product",
 }

@@ -52,6 +52,8 @@ PROBLEMS = [
     Problem(BACKWARD, Arch.SM90, DType.FLOAT32, 64, Mask.SPANS),
     Problem(BACKWARD, Arch.SM120, DType.FLOAT32, 52, Mask.CAUSAL, 8, 9),
     Problem(FORWARD, Arch.SM90, DType.BFLOAT16, 512, Mask.FULL),
+    Problem(FORWARD, Arch.SM90A, DType.FLOAT16, 512, Mask.SPANS),
+    Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, 384, Mask.FULL),
 ]
 # Knobs with one feasible value so far, or one for each value of the others.
 ONE_VALUE = {("sm90a", Direction.BACKWARD, name) for name in ("tile_m", "tile_n")}

@@ -4,53 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import gxx
 import torch
-from cpu_kernel import Params, ScoreRef, TensorRef, full_params, set_score_gradients
+from cpu_kernel import Params, ScoreRef, TensorRef, set_score_gradients
 from oracle import Shape, draw, make_mask
 from score_oracle import Function, learned_oracle, oracle
 from torch import Tensor
+from wide_kernel import compiled, tensor_maps, translate
 
 import attnforge
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
-from attnforge.codegen.render import Source, render
+from attnforge.codegen.render import render
 from attnforge.codegen.spec import Spec
 from attnforge.runtime.masks import AnyMask, FunctionMask
 
-FLAGS = (
-    "-std=c++17",
-    "-O2",
-    "-march=native",
-    "-fno-semantic-interposition",  # functions of a shared library may be inlined
-    "-w",
-    "-fPIC",
-    "-shared",
-    f"-I{gxx.HERE}",
-)
 LIMIT = 5e-3  # of the rms error, as a share of the gradients' own
 TOGETHER = 3  # clusters that run at a time, so that they add to the same dQ in random order unless they wait
-WORDS = 16  # of a tensor map, 64 bits each
-# Functions of wide.h without PTX of their own, or templates of which only the asm statement goes.
-REPLACED = "accumulator_fence|load_float|load_int|load_pair|load_quad|load_span|pack|shared_address|unpack"
-KEPT = ("start_dq", "start_scores")
-FUNCTION = r"^__device__ __forceinline__ [^\n;{]*?\b(\w+)\([^;{]*\) \{\n(?:.*\n)*?\}\n"
-RUNS = """
-struct Arguments { const Params* p; const TensorMaps* maps; };
-extern "C" const char* run_main(const Params* p, const TensorMaps* maps, int clusters, int blocks, int shared) {
-    const Arguments x = {p, maps};
-    const auto call = [](const void* x) {
-        const auto* all = static_cast<const Arguments*>(x);
-        SYMBOL(*all->p, *all->maps);
-    };
-    run_grid(call, &x, clusters, blocks, TOGETHER, 384, shared);
-    return what_went_wrong();
-}
-"""
 RUN_ROWS = """
 extern "C" void run_KERNEL(const Params* p, int count) {
     const auto call = [](const void* p) { SYMBOL_KERNEL(*static_cast<const Params*>(p)); };
@@ -59,40 +31,16 @@ extern "C" void run_KERNEL(const Params* p, int count) {
 """
 
 
-def translate(source: Source, breaks: dict[str, str]) -> str:
-    """C++ that g++ compiles. `breaks`: statements that are skipped if `broken` is their number, from 1."""
-    text = full_params(source.text)
-    for number, statement in enumerate(breaks.values(), 1):
-        assert statement in text, statement
-        text = text.replace(statement, f"if (broken != {number}) {statement}")
-
-    def keep(match: re.Match[str]) -> str:
-        gone = "asm" in match[0] and match[1] not in KEPT
-        return "" if gone or re.fullmatch(REPLACED, match[1]) else match[0]
-
-    text = re.sub(FUNCTION, keep, text, flags=re.MULTILINE)
-    text = re.sub(r"^template <int \w+>\n(?=\n|//|template)", "", text, flags=re.MULTILINE)
-    text = re.sub(r'asm volatile\("(setmaxnreg[^;]*;)?"[^;]*;', "", text)
-    text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = shared_memory;", text)
-    text = text.replace("#pragma unroll", "//")
-    sections = re.split(r"(?=^// ---- )", text, flags=re.MULTILINE)
-    text = "".join(x for x in sections if not x.startswith("// ---- Tile schedule"))
-    assert "asm" not in text
-    runs = RUNS + "".join(RUN_ROWS.replace("KERNEL", name) for name in ("preprocess", "postprocess"))
-    together = TOGETHER if source.plan.deterministic else 1
-    runs = runs.replace("TOGETHER", str(together)).replace("SYMBOL", source.spec.symbol)
-    return '#include "wide.h"\n' + text + runs
-
-
 class EmulatedWide:
     """A variant, compiled for the CPU."""
 
     def __init__(self, spec: Spec, directory: Path, breaks: dict[str, str] | None = None) -> None:
-        self.plan = render(spec).plan
-        path = directory / "wide.cpp"
-        path.write_text(translate(render(spec), breaks or {}))
-        self.library = gxx.library(path, *FLAGS, parts=("wide.cpp",), header="wide.h")
-        self.library.run_main.restype = ctypes.c_char_p
+        source = render(spec)
+        self.plan = source.plan
+        text = translate(source, breaks or {}, TOGETHER if self.plan.deterministic else 1)
+        rows = RUN_ROWS.replace("SYMBOL", spec.symbol)
+        text += "".join(rows.replace("KERNEL", name) for name in ("preprocess", "postprocess"))
+        self.library = compiled(text, directory)
         self.score_tensors: tuple[Tensor, ...] = ()
         self.score_gradients: dict[int, Tensor] = {}  # of those that the score wants, after a backward
 
@@ -131,8 +79,10 @@ class EmulatedWide:
         dq_accum = ctypes.c_void_p(p.dq_accum)
         self.library.prepare(seed, change, dq_accum, ctypes.c_long(rows * columns))
         self.library.run_preprocess(ctypes.byref(p), rows // tuning.tile_m)
-        maps, first = self._maps(tensors)
-        sizes = p.tiles_n * p.batch * p.heads_kv, 1 + tuning.pair, self.plan.launches[1].shared_bytes
+        maps, first = tensor_maps(self.plan.tensor_maps, tensors)
+        launch = self.plan.launches[1]
+        blocks = p.tiles_n * p.batch * p.heads_kv, 1 + tuning.pair
+        sizes = *blocks, launch.threads, launch.shared_bytes
         said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), *sizes).decode()
         if not said:
             self.library.run_postprocess(ctypes.byref(p), rows // tuning.tile_m)
@@ -178,19 +128,6 @@ class EmulatedWide:
             if not said and not error <= LIMIT:  # NaN, too
                 said = f"{name}: rms error {error:.3g}"
         return said
-
-    def _maps(self, tensors: dict[str, Tensor]) -> tuple[ctypes.Array[ctypes.c_longlong], int]:
-        """Tensor maps as wide.cpp reads them, and where they begin."""
-        boxes = self.plan.tensor_maps
-        words = (ctypes.c_longlong * (WORDS * len(boxes) + 8))()
-        first = -ctypes.addressof(words) % 64 // 8
-        for i, box in enumerate(boxes):
-            x = tensors[box.tensor]
-            width = box.columns if box.panels > 1 else x.shape[3]
-            values = [x.data_ptr(), *x.stride()[:3], x.shape[2], box.columns, box.rows, box.panels, width]
-            for place, value in enumerate(values, first + WORDS * i):
-                words[place] = value
-        return words, ctypes.addressof(words) + first * 8
 
 
 def list_tiles(mask: attnforge.Spans | FunctionMask, p: Params, tile_n: int) -> list[Tensor]:

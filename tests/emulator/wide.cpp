@@ -1,4 +1,4 @@
-// Enough of Hopper to run a backward for wide heads on the CPU, a few blocks or clusters at a time: a fiber per thread,
+// Enough of Hopper to run a kernel for wide heads on the CPU, a few blocks or clusters at a time: a fiber per thread,
 // warps in random order. Copies land, and products are done, as late as the waits for them allow.
 #include "wide.h"
 
@@ -63,9 +63,9 @@ struct Cluster {
     int first = 0;  // of its blocks in the grid
     int met = 0;
     long meetings = 0;
-    unsigned slowness = 1;
 };
 struct Block {
+    unsigned slowness = 1;  // one of so many turns is taken, so that a block may be far behind its peer
     std::vector<unsigned char> memory;
     std::vector<long> stores;  // by address / 16, of 16 bytes: the number of the last one, or 0
     std::map<unsigned, Barrier> barriers;
@@ -90,6 +90,7 @@ static void (*call_kernel)(const void*);
 static const void* called;
 static std::mt19937 draw;
 static long progress;
+static bool hurry;  // has nothing moved for long? Then no block is slow, and copies land when they are waited for
 static bool reads_late;  // does TMA take long at times, so that others come to a place before it has been read?
 static std::string said;  // what went wrong
 static const float *sums_begin, *sums_end;  // that TMA may add to
@@ -120,8 +121,9 @@ static void call_all(std::vector<std::function<void()>>& actions) {
 }
 static void run_fiber() {
     call_kernel(called);
-    tma_store_commit();
-    tma_store_wait();
+    if (!current->started.empty() || !current->reads.empty()) {
+        stop("a thread ends while TMA may read its shared memory: groups", current->reads.size());
+    }
     current->done = true;
     ++progress;
     give_way();
@@ -174,9 +176,9 @@ int threads_of_block() { return 0; }
 static void start(int number, int first) {
     clusters[number] = {};
     clusters[number].first = first;
-    clusters[number].slowness = 1 << draw() % 5;
     for (int i = 0; i < blocks_of_cluster; ++i) {
         Block& block = blocks[number * blocks_of_cluster + i];
+        block.slowness = 1 << draw() % 5;
         std::fill(block.memory.begin(), block.memory.end(), 0xff);
         std::fill(block.stores.begin(), block.stores.end(), 0);
         block.barriers.clear();
@@ -204,8 +206,9 @@ static bool runs(int number) {
     return false;
 }
 static void run_warp(size_t warp) {
-    for (int i = 0; i < 32; ++i) {
-        Fiber& fiber = fibers[warp * 32 + i];
+    const unsigned first = draw();  // lane: one lands what those before it have just waited for
+    for (unsigned i = 0; i < 32; ++i) {
+        Fiber& fiber = fibers[warp * 32 + (first + i) % 32];
         if (!fiber.done && said.empty()) {
             current = &fiber;
             current_thread = &fiber.index;
@@ -242,7 +245,7 @@ bool run_grid(void (*call)(const void*), const void* kernel, int count, int size
     for (bool any = true; any && said.empty();) {
         for (size_t turn = 0; turn < warps.size(); ++turn) {
             const size_t warp = draw() % warps.size();
-            if (draw() % clusters[warp * 32 / threads_of_cluster].slowness == 0) {
+            if (hurry || draw() % blocks[fibers[warp * 32].block].slowness == 0) {
                 run_warp(warp);
             }
             call_all(fibers[draw() % fibers.size()].writes);
@@ -256,7 +259,8 @@ bool run_grid(void (*call)(const void*), const void* kernel, int count, int size
         }
         still = progress == seen ? still + 1 : 0;
         seen = progress;
-        if (still > 3000) {
+        hurry = still > 1000;
+        if (still > 1200) {
             said = "nothing moves";
         }
     }
@@ -296,8 +300,13 @@ static void store_matrices(unsigned address, const unsigned (&r)[4]) {
             const unsigned short element = column % 2 ? pair >> 16 : pair;
             const int line = transposed ? column : row, place = transposed ? row : column;
             std::memcpy(shared_at(lanes[m * 8 + line]->address, 16) + place * 2, &element, 2);
+            note_store(lanes[m * 8 + line]->address);
         }
     });
+}
+void load_bounds(unsigned address, int* start, int* end) {
+    const auto* words = reinterpret_cast<const int*>(shared_at(address, 16));
+    start[0] = words[0], end[0] = words[1], start[1] = words[2], end[1] = words[3];
 }
 void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     store_matrices<4, false>(address, {r0, r1, r2, r3});
@@ -352,7 +361,15 @@ void barrier_arrive(unsigned address) {
     }
 }
 void barrier_expect(unsigned address, int bytes) { arrive_in(here(), address, bytes); }
+static void hesitate() {  // for up to 255 turns, at times
+    if (draw() % 8 == 0) {
+        for (int turns = draw() % 256; turns > 0; --turns, ++progress) {
+            give_way();
+        }
+    }
+}
 void barrier_arrive_at(unsigned address, unsigned block_rank) {
+    hesitate();
     arrive_in(blocks[block_of_rank(block_rank)], address, 0);
 }
 static void land(Block& block, unsigned address) {
@@ -367,12 +384,15 @@ static void land(Block& block, unsigned address) {
 void barrier_wait(unsigned address, unsigned parity) {
     Barrier& barrier = barrier_at(here(), address);
     while (barrier.phase % 2 == static_cast<int>(parity)) {
-        if (draw() % 64 == 0) {
+        if (hurry || draw() % 64 == 0) {
             land(here(), address);
         }
         if (barrier.phase % 2 == static_cast<int>(parity)) {
             give_way();
         }
+    }
+    if (draw() % 64 == 0) {
+        give_way();
     }
 }
 void cluster_sync() { meet_all(); }
@@ -409,6 +429,11 @@ static void each_chunk(const TensorMap& map, int column, int row, int panel, int
         }
     }
 }
+static void require_fence(unsigned address) {  // of this thread, since 16 bytes here were stored
+    if (here().stores[address / 16] > current->fenced) {
+        stop("TMA reads what has not been fenced at", address);
+    }
+}
 static unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
               int batch) {
@@ -425,8 +450,10 @@ void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, 
 }
 void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch) {
     each_chunk(map, column, row, panel, head, batch, [=](unsigned place, unsigned short* to) {
+        const unsigned from = swizzled(src + place);
+        require_fence(from);
         if (to) {
-            std::memcpy(to, shared_memory + swizzled(src + place), 16);
+            current->started.push_back([=] { std::memcpy(to, shared_at(from, 16), 16); });
         }
     });
 }
@@ -439,6 +466,23 @@ void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned
     unsigned char *to = memory_of(block_of_rank(rank)) + dst, *from = shared_memory + src;
     std::memset(to, 0xff, bytes);
     blocks[block_of_rank(rank)].copies.insert({barrier, {[=] { std::memcpy(to, from, bytes); }, bytes}});
+}
+// Beyond any shared memory, so that neither kind of address passes for the other.
+static constexpr int kRankShift = 24;
+unsigned cluster_address(unsigned address, unsigned rank) { return address + (rank + 1 << kRankShift); }
+void send_quad(unsigned address, unsigned barrier, float x, float y, float z, float w) {
+    const unsigned number = address >> kRankShift, place = address % (1 << kRankShift);
+    if (number == 0 || barrier >> kRankShift != number) {
+        stop("sends to no block, or not to that of its barrier: address", address);
+    }
+    const int block = block_of_rank(number - 1);
+    shared_at(place, 16);
+    unsigned char* to = memory_of(block) + place;
+    barrier %= 1 << kRankShift;
+    barrier_at(blocks[block], barrier);
+    std::memset(to, 0xff, 16);
+    const float4 quad = {x, y, z, w};
+    blocks[block].copies.insert({barrier, {[=] { std::memcpy(to, &quad, 16); }, 16}});
 }
 
 // ---- Products: done when their group is waited for ------------------------------------------------------------------
@@ -537,12 +581,9 @@ static void bulk_write(float* target, unsigned src, int bytes, Move move) {
     if (target < sums_begin || target + bytes / 4 > sums_end) {
         stop("added to other memory, bytes", bytes);
     }
-    const auto& stored = blocks[current->block].stores;
     shared_at(src, 16), shared_at(src + bytes - 16, 16);
     for (unsigned at = src; at < src + bytes; at += 16) {
-        if (stored[at / 16] > current->fenced) {
-            stop("TMA reads what has not been fenced at", at);
-        }
+        require_fence(at);
     }
     current->started.push_back([=] {
         const auto* from = reinterpret_cast<const float*>(shared_at(src, 16));
@@ -564,10 +605,8 @@ void tma_store_commit() {
     current->started.clear();
 }
 static void finish_reads(size_t pending) {
-    if (reads_late && current->reads.size() > pending && draw() % 8 == 0) {
-        for (int turns = draw() % 256; turns > 0; --turns, ++progress) {  // longer than a step, it may be
-            give_way();
-        }
+    if (reads_late && current->reads.size() > pending) {
+        hesitate();  // longer than a step, it may be
     }
     for (; current->reads.size() > pending; current->reads.pop_front()) {
         call_all(current->reads.front());

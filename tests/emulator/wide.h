@@ -1,5 +1,5 @@
-// What the text of a Hopper backward for wide heads is compiled with to run on the CPU: declarations of wide.cpp, which
-// is compiled once for all kernels.
+// What the text of a Hopper kernel for wide heads is compiled with to run on the CPU: declarations of wide.cpp, which is
+// compiled once for all kernels.
 #pragma once
 
 #include "emulator.h"
@@ -46,6 +46,7 @@ static inline void store_quad(unsigned address, float x, float y, float z, float
 unsigned pack(float low, float high);
 static inline float2 unpack(unsigned packed) { return {widen(packed & 0xffff), widen(packed >> 16)}; }
 static inline float exp2_approx(float x) { return std::exp2(x); }
+static inline float log2_approx(float x) { return std::log2(x); }
 static inline void add_to(float* target, float x, float y, float z, float w) {
     target[0] += x, target[1] += y, target[2] += z, target[3] += w;
 }
@@ -81,6 +82,8 @@ void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, 
 void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch);
 void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier);
 void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned block_rank);
+unsigned cluster_address(unsigned address, unsigned block_rank);
+void send_quad(unsigned address, unsigned barrier, float x, float y, float z, float w);  // to such an address
 
 // ---- Products: done when their group is waited for ------------------------------------------------------------------
 
@@ -102,6 +105,10 @@ template <int n>
 static void wgmma_sums(float (&d)[n], const unsigned (&a)[4], unsigned long long b, int add) {
     issue(d, n, a, b, add);
 }
+template <int n>
+static void wgmma_out(float (&d)[n], const unsigned (&a)[4], unsigned long long b, int add) {
+    issue(d, n, a, b, add);
+}
 static inline void wgmma_fence() {}
 void wgmma_commit();
 void finish_products(int pending);  // all groups but the last `pending`
@@ -109,4 +116,6 @@ template <int pending>
 static void wgmma_wait() {
     finish_products(pending);
 }
+static inline void wgmma_wait_all() { finish_products(0); }
+static inline void wgmma_wait_all_but_one() { finish_products(1); }
 static inline void accumulator_fence(const float*) {}

@@ -1,0 +1,104 @@
+"""Run the Hopper forward for wide heads, by pairs of blocks, on the CPU: wide.cpp in place of its PTX functions."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from cpu_kernel import Params, TensorRef
+from emulated_schedule import EmulatedSchedule
+from oracle import Shape, draw, make_mask
+from score_oracle import oracle
+from torch import Tensor
+from wide_kernel import compiled, tensor_maps, translate
+
+import attnforge
+from attnforge.codegen.render import render
+from attnforge.codegen.spec import Spec
+from attnforge.runtime.masks import AnyMask
+
+LIMIT = 5e-3  # of the rms error of out, as a share of out itself: bfloat16 of P and of out
+LSE_LIMIT = 1e-5  # of the largest, or of 1
+
+
+class EmulatedWideForward:
+    """A variant, compiled for the CPU."""
+
+    def __init__(self, spec: Spec, directory: Path, breaks: dict[str, str] | None = None) -> None:
+        source = render(spec)
+        self.plan = source.plan
+        self.library = compiled(translate(source, breaks or {}), directory)
+        self.schedule = EmulatedSchedule(spec, directory) if self.plan.schedule else None
+
+    def forward(
+        self, tensors: dict[str, Tensor], mask: AnyMask, seed: int = 0, change: int = 0
+    ) -> tuple[str, Tensor, Tensor]:
+        """What went wrong ("" if nothing), out and lse. `tensors`: q, k and v, bf16, B H S D."""
+        lse = torch.full(tensors["q"].shape[:3], math.nan)
+        tensors = tensors | {"out": torch.full_like(tensors["q"], math.nan)}
+        p, tuning, launch = Params(), self.plan.spec.tuning, self.plan.launches[0]
+        for name, x in tensors.items():
+            setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
+        p.batch, p.heads_q, p.seq_q, head_dim = tensors["q"].shape
+        p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
+        p.set_tiles(tuning.tile_m, tuning.tile_n)
+        p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
+        p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
+        p.lse = lse.data_ptr()
+        tables = self._attach(p, mask)
+        maps, first = tensor_maps(self.plan.tensor_maps, tensors)
+        self.library.prepare(seed, change, None, ctypes.c_long(0))
+        clusters = math.prod(getattr(p, name) for name in launch.grid)
+        sizes = clusters, launch.per_tile, launch.threads, launch.shared_bytes
+        said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), *sizes).decode()
+        del tables, maps
+        return said, tensors["out"], lse
+
+    def failure(
+        self, shape: Shape, seed: int, change: int = 0, mask: AnyMask = None, sharpness: float = 1
+    ) -> str:
+        """What is wrong with the results of a call, or why there are none.
+
+        `mask`: in place of a random one. `sharpness`: of the softmax, whose row maxima then grow in later visits, too.
+        """
+        problem = self.plan.spec.problem
+        x = draw(replace(shape, head_dim=problem.head_dim), torch.bfloat16, "cpu", "slice", seed)
+        q, k, v = x.q.detach(), x.k.detach(), x.v.detach()  # NaN follows each row
+        q *= sharpness
+        mask = mask or make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
+        said, out, lse = self.forward({"q": q, "k": k, "v": v}, mask, seed, change)
+        if said:
+            return said
+        exact, exact_lse, *_ = oracle(q, k, v, mask, lambda score, *at: score, x.dout)
+        seen = exact_lse > -math.inf
+        if out.isnan().any() or lse.isnan().any():
+            return "NaN"
+        if not torch.equal(lse > -math.inf, seen) or out[~seen].any():
+            return "other rows see nothing, or their out is not 0"
+        error, size = (
+            (ours - other).pow(2).mean().sqrt().item() for ours, other in ((out, exact), (exact, 0))
+        )
+        if error > LIMIT * size:
+            return f"out: rms error {error:.3g} of {size:.3g}"
+        error, size = (
+            (x[seen].abs().max().item() if seen.any() else 0) for x in (lse - exact_lse, exact_lse)
+        )
+        if error > LSE_LIMIT * max(size, 1):
+            return f"lse: error {error:.3g} of {size:.3g}"
+        return ""
+
+    def _attach(self, p: Params, mask: AnyMask) -> dict[str, Tensor]:
+        """Points `p` to the tables that the kernel's own schedule makes of a mask; returns what holds them."""
+        p.mask_batches = p.mask_heads = p.mask_planes = 1
+        p.list_stride = p.tiles_n
+        if self.schedule is None:
+            return {}
+        assert isinstance(mask, attnforge.Spans)
+        p.spans, p.starts, p.ends = (x.data_ptr() for x in (mask.data, mask.data[0], mask.data[-1]))
+        tables = self.schedule.run(mask.data[0], mask.data[-1], p.seq_q, p.seq_k)
+        for name, table in tables.items():
+            setattr(p, name, table.data_ptr())
+        return tables

@@ -1,0 +1,96 @@
+"""What emulations of Hopper kernels for wide heads share: a kernel's text for g++, tensor maps as wide.cpp has them."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import gxx
+from cpu_kernel import full_params
+from torch import Tensor
+
+from attnforge.codegen.plan import TensorMap
+from attnforge.codegen.render import Source
+
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-march=native",
+    "-fno-semantic-interposition",  # functions of a shared library may be inlined
+    "-w",
+    "-fPIC",
+    "-shared",
+    f"-I{gxx.HERE}",
+)
+WORDS = 16  # of a tensor map, 64 bits each
+# Functions of wide.h without PTX of their own, or templates of which only the asm statement goes.
+REPLACED = "accumulator_fence|load_float|load_int|load_pair|load_quad|load_span|pack|shared_address|unpack"
+KEPT = ("apply_mask", "start_dq", "start_scores")
+FUNCTION = r"^__device__ __forceinline__ [^\n;{]*?\b(\w+)\([^;{]*\) \{\n(?:.*\n)*?\}\n"
+LOAD_BOUNDS = r'asm volatile\("ld\.shared\.v4\.s32[^;]*;"[^;]*"r"\(([^;]*)\)\);'
+RUN = """
+struct Arguments { const Params* p; const TensorMaps* maps; };
+extern "C" const char* run_main(const Params* p, const TensorMaps* maps, int clusters, int blocks, int threads,
+                                int shared) {
+    const Arguments x = {p, maps};
+    const auto call = [](const void* x) {
+        const auto* all = static_cast<const Arguments*>(x);
+        SYMBOL(*all->p, *all->maps);
+    };
+    run_grid(call, &x, clusters, blocks, TOGETHER, threads, shared);
+    return what_went_wrong();
+}
+"""
+
+
+def translate(source: Source, breaks: dict[str, str], together: int = 1) -> str:
+    """C++ that g++ compiles, with a function `run_main` that runs `together` clusters at a time.
+
+    `breaks`: statements that are skipped if `broken` is their number, from 1.
+    """
+    text = full_params(source.text)
+    for number, statement in enumerate(breaks.values(), 1):
+        assert statement in text, statement
+        text = text.replace(statement, f"if (broken != {number}) {statement}")
+
+    def keep(match: re.Match[str]) -> str:
+        gone = "asm" in match[0] and match[1] not in KEPT
+        return "" if gone or re.fullmatch(REPLACED, match[1]) else match[0]
+
+    text = re.sub(FUNCTION, keep, text, flags=re.MULTILINE)
+    text = re.sub(r"^template <int \w+>\n(?=\n|//|template)", "", text, flags=re.MULTILINE)
+    text = re.sub(r'asm volatile\("(setmaxnreg[^;]*;)?"[^;]*;', "", text)
+    text = re.sub(LOAD_BOUNDS, r"load_bounds(\1, start, end);", text)
+    text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = shared_memory;", text)
+    text = text.replace("#pragma unroll", "//")
+    sections = re.split(r"(?=^// ---- )", text, flags=re.MULTILINE)
+    text = "".join(x for x in sections if not x.startswith("// ---- Tile schedule"))
+    assert "asm" not in text
+    run = RUN.replace("TOGETHER", str(together)).replace("SYMBOL", source.spec.symbol)
+    return '#include "wide.h"\n' + text + run
+
+
+def compiled(text: str, directory: Path) -> ctypes.CDLL:
+    """The library of a kernel's text and the emulator."""
+    path = directory / "wide.cpp"
+    path.write_text(text)
+    library = gxx.library(path, *FLAGS, parts=("wide.cpp",), header="wide.h")
+    library.run_main.restype = ctypes.c_char_p
+    return library
+
+
+def tensor_maps(
+    boxes: Sequence[TensorMap], tensors: dict[str, Tensor]
+) -> tuple[ctypes.Array[ctypes.c_longlong], int]:
+    """Tensor maps as wide.cpp reads them, and where they begin."""
+    words = (ctypes.c_longlong * (WORDS * len(boxes) + 8))()
+    first = -ctypes.addressof(words) % 64 // 8
+    for i, box in enumerate(boxes):
+        x = tensors[box.tensor]
+        width = box.columns if box.panels > 1 else x.shape[3]
+        values = [x.data_ptr(), *x.stride()[:3], x.shape[2], box.columns, box.rows, box.panels, width]
+        for place, value in enumerate(values, first + WORDS * i):
+            words[place] = value
+    return words, ctypes.addressof(words) + first * 8
