@@ -1,13 +1,13 @@
-// attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1
+// attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s1_p0_r0_q1
 // Generated from templates/sm90a/forward_fp32.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype fp32 --head-dim 64 --mask dense --align 16
-//     --set tile_m=128 --set tile_n=64 --set stages=2 --set ping_pong=1
+//     --set tile_m=128 --set tile_n=64 --set stages=1 --set ping_pong=0
 //     --set persistent=0 --set q_in_regs=1
 //
 //   tile_m      128   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       64   keys per step of the main loop
-//   stages        2   shared-memory buffers for K and for V
-//   ping_pong     1   1: warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   stages        1   shared-memory buffers for K and for V
+//   ping_pong     0   1: warpgroup ordering barrier: the softmax of one overlaps the products of another
 //   persistent    0   1: one block per multiprocessor walks many tiles
 //   q_in_regs     1   1: keep the fragments of Q in registers
 //
@@ -73,7 +73,7 @@ constexpr int kConsumers = 2;  // warpgroups, 64 query rows each
 constexpr int kRowGroups = kConsumers;  // row groups of a query tile: each warpgroup skips what is hidden from its rows
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kPreprocessThreads = 256;
-constexpr int kStages = 2;  // buffers of K and of V
+constexpr int kStages = 1;  // buffers of K and of V
 constexpr int kSteps = 4;  // k16 steps of Q K^T, the last one filled up with zeros
 constexpr int kColumnsOut = 64;  // of O that are computed
 constexpr int kSwizzleBytes = 128;  // bytes of a row of a panel of Q and K
@@ -93,10 +93,7 @@ constexpr int kEmptyK = kFullK + 8 * kStages;
 constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
 constexpr int kSharedBytes = kEmptyV + 8 * kStages;
-static_assert(kSharedBytes == 98368, "codegen/families/sm90_fp32.py disagrees");
-
-// Named barriers, one of each kind for each consumer warpgroup; 0 is __syncthreads.
-enum NamedBarrier { kOrderOfFirst = 1, kMeetingOfFirst = 1 + kConsumers };
+static_assert(kSharedBytes == 49184, "codegen/families/sm90_fp32.py disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -161,14 +158,6 @@ __device__ __forceinline__ void bulk_load(unsigned dst, const void* src, int byt
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
         "l"(src), "r"(bytes), "r"(barrier)
         : "memory");
-}
-
-// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
-__device__ __forceinline__ void named_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Warpgroup: wait until no group is in flight.
@@ -321,7 +310,7 @@ __device__ __forceinline__ bool pair_of(const Params& p, int plane, int query, i
 // One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and writes to its
 // place of the list a bit for each row group that sees some pair, then for each that misses some; or 0.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1_pack(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s1_p0_r0_q1_pack(const __grid_constant__ Params p) {
     const int key_tile = blockIdx.x % p.tiles_n;
     const int query_tile = blockIdx.x / p.tiles_n % p.tiles_m;
     const int plane = blockIdx.x / p.tiles_n / p.tiles_m;
@@ -353,7 +342,7 @@ attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1_pack(const __grid_co
 
 // One block per owned tile and plane: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1_schedule(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s1_p0_r0_q1_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     __shared__ int2 kv_range[kRowGroups];
     if (threadIdx.x < kRowGroups) {
@@ -405,7 +394,7 @@ __device__ __forceinline__ int work_of(const Params& p, int plane, int tile) {
 
 // One block per owned tile and plane: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1_order(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s1_p0_r0_q1_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x % p.tiles_m;
     const int plane = blockIdx.x / p.tiles_m;
     const int work = work_of(p, plane, tile);
@@ -499,7 +488,7 @@ __device__ __forceinline__ void write_splits(unsigned char* splits, const float*
 // Grid: tiles_n x batch x heads_kv blocks, head by head: a tile of K and of V in splits, as they are laid out in shared
 // memory.
 extern "C" __global__ void __launch_bounds__(kPreprocessThreads)
-attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1_preprocess(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s1_p0_r0_q1_preprocess(const __grid_constant__ Params p) {
     const int tile = blockIdx.x % p.tiles_n;
     const int head = blockIdx.x / p.tiles_n % p.heads_kv;
     const int batch = blockIdx.x / p.tiles_n / p.heads_kv;
@@ -768,11 +757,6 @@ __device__ __forceinline__ void store(const Params& p, const Work& work, const R
 
 // ---- Consumers -----------------------------------------------------------------------------------------------------
 
-// Warpgroups start their products in turn, so that the softmax of one runs beside the products of another. Warpgroup:
-// wait for the barrier that orders them; let the next warpgroup start.
-__device__ __forceinline__ void order_wait(int group) { named_sync(kOrderOfFirst + group, 256); }
-__device__ __forceinline__ void order_arrive(int group) { named_arrive(kOrderOfFirst + (group + 1) % kConsumers, 256); }
-
 // Warp: it has read the tile of K or V in buffer `stage`, whose `empty` barriers these are.
 __device__ __forceinline__ void release(unsigned empty, unsigned stage) {
     if (threadIdx.x % 32 == 0) {
@@ -783,12 +767,9 @@ __device__ __forceinline__ void release(unsigned empty, unsigned stage) {
 // Warpgroup: release tiles of which its rows see nothing, after they have landed. Its place in the order of warpgroups,
 // for S, is taken already.
 __device__ __forceinline__ void skip_tiles(unsigned base, int group, const Ring& ring) {
-    order_arrive(group);
     __syncwarp();
     release(base + kEmptyK, ring.stage);
     barrier_wait(base + kFullV + ring.stage * 8, ring.phase);
-    order_wait(group);
-    order_arrive(group);
     __syncwarp();
     release(base + kEmptyV, ring.stage);
 }
@@ -797,9 +778,6 @@ __device__ __forceinline__ void skip_tiles(unsigned base, int group, const Ring&
 __device__ __forceinline__ void consume(const Params& p, unsigned base, int group) {
     const int row_in_tile = group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     Ring ring = {0, 0};
-    if (group == kConsumers - 1) {
-        order_arrive(group);  // the first warpgroup begins
-    }
     for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
         const Work work = work_at(p, index);
         const int row = work.tile * kTileM + row_in_tile;
@@ -815,7 +793,6 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, int grou
         for (int i = 0; i < count; ++i) {
             const int next = i + 1 < count ? visit(p, work.plane, work.tile, i + 1) : 0;
             barrier_wait(base + kFullK + ring.stage * 8, ring.phase);
-            order_wait(group);
             if (i < kv_range.x || i >= kv_range.y) {
                 skip_tiles(base, group, ring);
                 advance(ring);
@@ -826,7 +803,6 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, int grou
             wgmma_fence();
             start_scores(s, q, base + kOffsetK + ring.stage * kTileBytesK);
             wgmma_commit();
-            order_arrive(group);
             wgmma_wait();
             accumulator_fence(s);
             if (entry >> group & 1) {
@@ -838,12 +814,10 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, int grou
             float factor[2];
             softmax(s, splits, rows, p.scale_log2, factor);
             barrier_wait(base + kFullV + ring.stage * 8, ring.phase);
-            order_wait(group);
             float share[kColumnsOut / 2];
             wgmma_fence();
             start_out(share, splits, base + kOffsetV + ring.stage * kTileBytesV);
             wgmma_commit();
-            order_arrive(group);
             wgmma_wait();
             accumulator_fence(share);
             release(base + kEmptyV, ring.stage);
@@ -862,7 +836,7 @@ __device__ __forceinline__ void consume(const Params& p, unsigned base, int grou
 
 // Grid: tiles_m x batch x heads_q work tiles, a block each.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s2_p1_r0_q1(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_fp32_d64_dense_a16_m128_n64_s1_p0_r0_q1(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // warp-uniform, also for ptxas
