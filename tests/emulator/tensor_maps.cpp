@@ -38,6 +38,8 @@ struct Driver {
             hash = hash * 31 + static_cast<unsigned>(i < 4 ? strides[i] : 0);
         }
         std::memcpy(bytes + 16, &hash, 4);
+        std::memcpy(bytes + 24, &sizes[2], 8);
+        std::memcpy(bytes + 32, &strides[1], 8);
         std::memcpy(map, bytes, 128);
         return 0;
     }
@@ -63,6 +65,17 @@ inline const Driver& driver() {
 #include "tensor_maps.h"
 
 using namespace attnforge;
+
+// Panels of a row that a map knows, and the bytes between them. A copy may take some of the panels.
+bool knows_panels(unsigned columns, unsigned panels, uint64_t of_row, uint64_t bytes) {
+    Params p{};
+    p.batch = p.heads_kv = p.seq_k = 1;
+    TensorMaps maps{};
+    encode({tensor_map_of({"k", columns, 8, panels}, 512, 512)}, p, at::kHalf, maps);
+    uint64_t known[2];
+    std::memcpy(known, maps.bytes[0] + 24, 16);
+    return known[0] == of_row && known[1] == bytes;
+}
 
 // Random calls of two variants: more geometries than are kept, some of them often, with other addresses every time.
 void calls(unsigned seed, const std::vector<TensorMapPlan>& first, const std::vector<TensorMapPlan>& second) {
@@ -110,6 +123,11 @@ int main() {
     const std::vector<TensorMapPlan> second{map("k", 32, 64, 2), map("out", 32, 64, 2)};
     if (first[0].head_dim != 64 || map("out", 48, 64, 1).head_dim != 48 || map("dv", 48, 64, 1).head_dim != 48) {
         std::printf("head_dim of another tensor\n");
+        return 1;
+    }
+    // Half of the panels, all of them, and single panels, whose columns are those of the row.
+    if (!knows_panels(64, 4, 8, 128) || !knows_panels(64, 8, 8, 128) || !knows_panels(64, 1, 1, 16)) {
+        std::printf("other panels\n");
         return 1;
     }
     std::vector<std::thread> threads;
