@@ -75,6 +75,8 @@ def patch(*, deep: bool = False, trainer: Literal["bagel", "nemo"] | None = None
     - use_flex on: the mask is two int32 per token, built once per micro-step; nothing is padded but the output.
     - use_flex off: the dense masks become the same once per micro-step; K and V are not repeated.
     - SigLIP and inference: our `flash_attn_varlen_func`, whether flash-attn is installed or not.
+    - The VAE's attention (head_dim 512): ours in 16 bits without gradients, as the trainer calls it under autocast;
+      torch's for other calls, and if the VAE's code is not as known. The logger "attnforge" says why.
 
     Patching twice changes nothing. With ATTNFORGE_DISABLE=1 nothing is patched, and the trainer needs flash-attn again.
     Raises RuntimeError, naming each difference, if the code is not as known or cannot be imported; nothing is patched
@@ -97,7 +99,7 @@ def patch(*, deep: bool = False, trainer: Literal["bagel", "nemo"] | None = None
         except BaseException:
             _remove_flash_attn()
             raise
-        _changes = _plan(port, deep)
+        _changes = [*_plan(port, deep), *_vae(port)]
         for change in _changes:
             change.apply()
         return Patched(applied=True)
@@ -145,6 +147,15 @@ def _plan(port: Port, deep: bool) -> list[_Change]:
             for name, make in (("PackedAttention", layers.dense), ("PackedAttentionMoT", layers.mixture))
         ]
     return [_Change(owner, name, vars(owner)[name], ours) for owner, name, ours in replaced]
+
+
+def _vae(port: Port) -> list[_Change]:
+    """The change of the VAE's attention; none if that is not as known: all else works without it."""
+    if reason := port.why_not_vae():
+        logger.info("patch: the VAE's attention stays as it is: %s", reason)
+        return []
+    block: Any = vars(sys.modules[port.vae])["AttnBlock"]
+    return [_Change(block, "attention", block.attention, substitutes.vae_attention(block.attention))]
 
 
 def _install_flash_attn() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 BAGEL = "modeling.bagel.bagel"
 QWEN = "modeling.bagel.qwen2_navit"
 SIGLIP = "modeling.bagel.siglip_navit"
+VAE = "modeling.autoencoder"
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,16 @@ class Known:
 
 @dataclass(frozen=True)
 class Port:
-    """One trainer: its modules, the class of its whole model, and its names for the replaced functions."""
+    """One trainer: its modules, the class of its whole model, and its names for the replaced functions.
+
+    The module of the VAE is used only where it can be imported and is as known.
+    """
 
     title: str
     bagel: str
     qwen: str
     siglip: str
+    vae: str
     model: str
     flex: str
     pad: str
@@ -78,6 +83,15 @@ class Port:
                 raise RuntimeError(
                     f"patch: cannot import {name} ({error}); {self.remedy}. Nothing is patched"
                 ) from error
+
+    def why_not_vae(self) -> str:
+        """Why the VAE's attention cannot be replaced; empty if it can. Imports its module."""
+        try:
+            importlib.import_module(self.vae)
+        except ImportError as error:
+            return f"cannot import {self.vae} ({error})"
+        known = Known(self.vae, "AttnBlock.attention", ("self", "h_"), ("scaled_dot_product_attention",))
+        return "; ".join(known.differences())
 
     def owner(self) -> Any:
         """The class of the whole model; its module must be imported."""
@@ -128,6 +142,7 @@ OFFICIAL = Port(
     bagel=BAGEL,
     qwen=QWEN,
     siglip=SIGLIP,
+    vae=VAE,
     model="Bagel",
     flex="flex_attention",
     pad="pad_sequence",
@@ -141,6 +156,7 @@ NEMO = Port(
     bagel=f"{_NEMO}.model",
     qwen=f"{_NEMO}.modeling_qwen2_packed",
     siglip=f"{_NEMO}.modeling_siglip_navit",
+    vae=f"{_NEMO}.autoencoder",
     model="BagelForUnifiedMultimodal",
     flex="_flex_attention",
     pad="_pad_sequence",

@@ -1,6 +1,7 @@
 """The functions with which `attnforge.bagel.patch()` replaces the trainer's (see bagel/trainer/patch.py).
 
-Its names and call patterns are those of ByteDance-Seed/Bagel, modeling/bagel/{bagel,qwen2_navit}.py.
+Its names and call patterns are those of ByteDance-Seed/Bagel, modeling/bagel/{bagel,qwen2_navit}.py and
+modeling/autoencoder.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnforge.bagel.packing import PackedMask
+from attnforge.runtime.integrations.sdpa import sdpa
 from attnforge.runtime.mask_intervals import columns
 from attnforge.runtime.masks import Spans
 from attnforge.runtime.ops import attention
@@ -132,6 +134,17 @@ def model_forward_train(original: Callable[..., Tensor]) -> Callable[..., Tensor
         return original(self, packed_sequence, sample_lens, attention_mask, *args, **rest)
 
     return forward_train
+
+
+def vae_attention(original: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """AttnBlock.attention of the VAE, (N, C, H, W) -> the same, with torch's function on our kernels."""
+
+    @functools.wraps(original)
+    def attention_of_block(self: Any, h_: Tensor) -> Tensor:
+        with sdpa():
+            return original(self, h_)
+
+    return attention_of_block
 
 
 def from_dense(masks: Sequence[Tensor], sample_lens: Sequence[int]) -> Pack:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from calls import Calls
 from torch import Tensor
 from trainer import PAD, TOKENS, batch, clean, flash_attn, make_model, nemo, same_gradients, train
 
 import attnforge
 from attnforge.bagel.trainer import layers, substitutes
-from attnforge.bagel.trainer.ports import QWEN, Port
+from attnforge.bagel.trainer.ports import OFFICIAL, QWEN, Port
 
 __all__ = ["clean", "flash_attn", "nemo"]  # fixtures
 
@@ -251,3 +252,42 @@ def test_tokens_grouped_by_expert(flash_attn: object) -> None:
     grouped = (angles[order].cos(), angles[order].sin())
     got = forward_train(layer, x[order], samples, pack, grouped, *rows, order, order.argsort())
     torch.testing.assert_close(got, expected[order])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_attention_of_the_vae(dtype: torch.dtype, flash_attn: object) -> None:
+    """Ours while patched, torch's before and after, and torch's for what our kernels do not take."""
+    vae = importlib.import_module(OFFICIAL.vae)
+    torch.manual_seed(0)
+    small, large = vae.Encoder(64).to(dtype), vae.Encoder(512).to(dtype)
+    x = torch.randn(2, 64, 6, 5).to(dtype)
+    expected = small.encode(x)
+    with attnforge.bagel.patch(), Calls() as calls:
+        ours = small.encode(x)
+        assert calls.count() == (1, 0)
+        large.encode(torch.randn(1, 512, 4, 4).to(dtype))  # a CPU has no kernels of this head_dim
+        assert calls.count() == (1, 0)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)
+    with Calls() as calls:
+        assert torch.equal(small.encode(x), expected)
+    assert calls.count() == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["missing", "other"])
+def test_an_unknown_vae_is_left_alone(
+    kind: str, flash_attn: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rest is patched."""
+    if kind == "missing":
+        monkeypatch.setitem(sys.modules, OFFICIAL.vae, None)
+    else:
+        monkeypatch.setattr(importlib.import_module(OFFICIAL.vae), "AttnBlock", type("AttnBlock", (), {}))
+    caplog.set_level("INFO", "attnforge")
+    model = make_model()
+    with attnforge.bagel.patch():
+        assert sys.modules[OFFICIAL.qwen].flex_attention is substitutes.flex_attention
+        train(model, batch(True, PAD, False), torch.float32)
+    [said] = [record.message for record in caplog.records if "VAE" in record.message]
+    assert "stays as it is" in said
+    assert {"missing": "cannot import", "other": "AttnBlock.attention is missing"}[kind] in said
