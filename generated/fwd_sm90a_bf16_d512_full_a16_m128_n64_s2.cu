@@ -177,6 +177,13 @@ __device__ __forceinline__ int block_rank() {
     return number;
 }
 
+// Thread: four consecutive floats from shared memory.
+__device__ __forceinline__ float4 load_quad(unsigned address) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(address));
+    return x;
+}
+
 // Thread: the address at which the cluster knows this place in block `block_rank`.
 __device__ __forceinline__ unsigned cluster_address(unsigned address, unsigned block_rank) {
     unsigned there;
@@ -190,16 +197,6 @@ __device__ __forceinline__ void send_quad(unsigned address, unsigned barrier, fl
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(address),
         "r"(barrier), "f"(x), "f"(y), "f"(z), "f"(w)
         : "memory");
-}
-
-// Thread: four floats from shared memory.
-__device__ __forceinline__ float4 load_quad(unsigned address) {
-    float4 x;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(address)
-                 : "memory");
-    return x;
 }
 
 // Thread: start copying a box to shared memory; its bytes count towards `barrier`.
@@ -337,10 +334,10 @@ __device__ __forceinline__ constexpr int step_at(int step, int rows) {
     return (step / (kColumns / 16) * rows * kSwizzleBytes + step % (kColumns / 16) * 32) >> 4;
 }
 
-// Thread: start copying a block's columns of the rows of a head from `row` on to a tile; `panel` is the first of them.
+// Thread: start copying `rows` rows of a head, from `row` on, to a tile, panels from `first` on.
 __device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
-                                          int batch, int panel) {
-    tma_load(tile, map, barrier, 0, row, panel, head, batch);
+                                          int batch, int rows, int first) {
+    tma_load(tile, map, barrier, 0, row, first, head, batch);
 }
 
 // Descriptor of the rows from `row` on of a tile of `rows` rows, whether wgmma sums over columns or over rows (over
@@ -562,7 +559,8 @@ struct Producer {
 
     __device__ __forceinline__ void load_q() const {
         barrier_expect(smem + kFullQ, kTileBytesM);
-        load_tile(smem + kOffsetQ, maps.q, smem + kFullQ, work.tile * kTileM, work.head, work.batch, panel);
+        load_tile(smem + kOffsetQ, maps.q, smem + kFullQ, work.tile * kTileM, work.head, work.batch,
+                  kTileM, panel);
     }
 
     // K of a visit; `entry` is its key tile, and whether it is masked.
@@ -571,7 +569,8 @@ struct Producer {
         const unsigned full = smem + kFullK + k_pipe.stage * 8;
         barrier_wait(smem + kEmptyK + k_pipe.stage * 8, k_pipe.phase ^ 1);
         barrier_expect(full, kTileBytesN);
-        load_tile(smem + kOffsetK + k_pipe.stage * kTileBytesN, maps.k, full, key0, head_kv, work.batch, panel);
+        load_tile(smem + kOffsetK + k_pipe.stage * kTileBytesN, maps.k, full, key0, head_kv, work.batch, kTileN,
+                  panel);
         k_pipe.advance();
     }
 
@@ -580,7 +579,7 @@ struct Producer {
         barrier_wait(smem + kEmptyV + v_pipe.stage * 8, v_pipe.phase ^ 1);
         barrier_expect(full, kTileBytesN);
         load_tile(smem + kOffsetV + v_pipe.stage * kTileBytesN, maps.v, full, (entry >> 1) * kTileN, head_kv,
-                  work.batch, panel);
+                  work.batch, kTileN, panel);
         v_pipe.advance();
     }
 

@@ -29,7 +29,9 @@ HELD = 16  # bytes of a sum of the gradient of a captured tensor, and of its pla
 HELPER_THREADS = 256  # of a block of a backward's _preprocess and _postprocess
 # Descriptor code of the swizzle by bytes of a panel row (PTX ISA, wgmma matrix descriptor).
 SWIZZLE_CODE = {128: 1, 64: 2, 32: 3}
+COLUMNS = 64  # of a panel with the widest swizzle, 128 bytes
 ALIGNMENT = 1024  # of every tile: the period of the widest swizzle
+PAIR = 2  # blocks of a cluster that share a tile
 # Why the 16-bit kernels refuse values of fields that they do not honour.
 REASONS = {
     "align": "TMA needs rows that start at multiples of 16 bytes; sm90 takes this call",
@@ -50,6 +52,14 @@ def consumer_warpgroups(tile_m: int, tile_n: int, stages: int, ping_pong: bool) 
     if ping_pong and consumers < 2:
         raise Infeasible("ping_pong: needs at least two consumer warpgroups; set tile_m to 128 or 192")
     return consumers
+
+
+def require_forward_knobs(stages: int, stages_v: int, exact_visits: int) -> None:
+    """Infeasible for values of a forward's knobs that mean nothing, or the same as another value."""
+    if not 0 <= exact_visits <= 9:
+        raise Infeasible(f"exact_visits {exact_visits}: must be 0 to 9")
+    if stages_v and not stages < stages_v <= 4:
+        raise Infeasible(f"stages_v {stages_v}: must be more than stages, up to 4, or 0 for as many")
 
 
 def require_hopper(p: Problem, name: str, limit: int) -> None:

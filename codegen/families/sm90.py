@@ -20,6 +20,7 @@ from attnforge.codegen.families.hopper import (
     SECTION_MB,
     SWIZZLE_CODE,
     consumer_warpgroups,
+    require_forward_knobs,
     require_hopper,
     require_registers,
     require_sections,
@@ -117,10 +118,7 @@ def _require_knobs(t: Sm90Forward) -> None:
     """Infeasible for values of a knob that mean nothing here, or the same as another value."""
     if not 0 <= t.hand_over <= 2 or (t.hand_over and not t.ping_pong):
         raise Infeasible(f"hand_over {t.hand_over}: must be 0 to 2, and 0 without ping_pong")
-    if not 0 <= t.exact_visits <= 9:
-        raise Infeasible(f"exact_visits {t.exact_visits}: must be 0 to 9")
-    if t.stages_v and not t.stages < t.stages_v <= 4:
-        raise Infeasible(f"stages_v {t.stages_v}: must be more than stages, up to 4, or 0 for as many")
+    require_forward_knobs(t.stages, t.stages_v, t.exact_visits)
     if t.k_ahead and t.stages < 2:
         raise Infeasible("k_ahead: needs two buffers of K")
     if not 0 <= t.splits <= 1:

@@ -26,8 +26,10 @@ from itertools import chain, product
 
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
+    COLUMNS,
     HELD,
     HELPER_THREADS,
+    PAIR,
     REASONS,
     REGISTERS,
     REGISTERS_BESIDES,
@@ -48,14 +50,12 @@ from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
 
 CONSUMERS = 2  # warpgroups: the first sums dV, the second dK
-COLUMNS = 64  # of a panel: 128 bytes, the widest swizzle; and the rows of a transposed product
 ROW_STATS = 2  # floats of row_stats: lse and delta
 # Registers of a consumer thread, more than REGISTERS_BESIDES, for the addresses of what a score reads for each pair,
 # and for gradients of elements that differ.
 SCORE_REGISTERS = 8
 # Columns of dQ that a deterministic consumer may stage at a time.
 SUBTILES = (COLUMNS, COLUMNS // 2, COLUMNS // 4)
-PAIR = 2  # blocks of a cluster that share a key tile
 PAIR_KEYS = 64  # of a block of a pair: the rows of its products
 APART, WHOLE = 1, 2  # values of `staging`
 

@@ -13,12 +13,15 @@ from itertools import product
 
 from attnforge.codegen.families.family import Family
 from attnforge.codegen.families.hopper import (
+    COLUMNS,
+    PAIR,
     REASONS,
     REGISTERS,
     REGISTERS_BESIDES,
     REGISTERS_BUSY,
     SWIZZLE_CODE,
     consumer_warpgroups,
+    require_forward_knobs,
     require_hopper,
     require_registers,
     require_shared,
@@ -29,8 +32,6 @@ from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
 from attnforge.codegen.spec import Mask, Problem, Spec, Tuning, knob
 
-PAIR = 2  # blocks that share the columns of a head
-COLUMNS = 64  # of a panel: 128 bytes, the widest swizzle
 KERNEL = "the sm90a forward kernel for wide heads"
 NONE = f"{KERNEL} takes none"
 # Why other values do not work. The kernel of sm90 takes several intervals, and a head_dim of v of its own.
@@ -68,10 +69,7 @@ def plan(spec: Spec) -> Plan:
     require_hopper(p, "forward", PAIR * HEAD_DIM_LIMIT)
     _require_problem(p)
     consumers = consumer_warpgroups(t.tile_m, t.tile_n, t.stages, ping_pong=False)
-    if t.stages_v and not t.stages < t.stages_v <= 4:
-        raise Infeasible(f"stages_v {t.stages_v}: must be more than stages, up to 4, or 0 for as many")
-    if not 0 <= t.exact_visits <= 9:
-        raise Infeasible(f"exact_visits {t.exact_visits}: must be 0 to 9")
+    require_forward_knobs(t.stages, t.stages_v, t.exact_visits)
     columns = p.head_dim // PAIR
     panels = columns // COLUMNS
     live = t.tile_n // 2 + t.tile_n // 4 + columns // 2

@@ -81,8 +81,8 @@ class EmulatedWide:
         self.library.run_preprocess(ctypes.byref(p), rows // tuning.tile_m)
         maps, first = tensor_maps(self.plan.tensor_maps, tensors)
         launch = self.plan.launches[1]
-        blocks = p.tiles_n * p.batch * p.heads_kv, 1 + tuning.pair
-        sizes = *blocks, launch.threads, launch.shared_bytes
+        clusters = p.tiles_n * p.batch * p.heads_kv
+        sizes = clusters, launch.per_tile, launch.threads, launch.shared_bytes
         said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), *sizes).decode()
         if not said:
             self.library.run_postprocess(ctypes.byref(p), rows // tuning.tile_m)
