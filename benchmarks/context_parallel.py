@@ -5,7 +5,9 @@
 The problem is BAGEL-7B's attention (28/4/128, bf16) on the pack pretrain/0 and on a pack of 131072 tokens. There is one
 row per length, number of GPUs and arguments of context_parallel:
 
-- milliseconds of the slowest rank, forward and forward + backward, and the speed-ups over one GPU in the same run;
+- milliseconds of the slowest rank, forward and forward + backward, and the speed-ups over one GPU in the same run.
+  Calls are queued behind a pause of the GPU, so that it does not wait for the host;
+- milliseconds in which the slowest host launches forward + backward;
 - peak memory of rank 0 in GiB;
 - the largest relative RMS difference of out, dq, dk and dv from one GPU.
 
@@ -38,7 +40,11 @@ from attnforge.bagel.workloads import workload
 HEADS_Q, HEADS_KV, DIM = 28, 4, 128
 ARGUMENTS: tuple[dict[str, Any], ...] = ({}, {"pieces": 2}, {"heads": 2})
 REPEATS, ROUNDS = 10, 5
-HEAD = ("tokens", "GPUs", "arguments", "fwd ms", "fwd+bwd ms", "speed-up fwd", "both", "GiB", "difference")
+PAUSE = 150_000_000  # cycles, longer than hosts take to launch REPEATS calls
+HEAD = (
+    *("tokens", "GPUs", "arguments", "fwd ms", "fwd+bwd ms", "speed-up fwd", "both", "host ms", "GiB"),
+    "difference",
+)
 
 
 def long_pack(tokens: int, device: str = "cuda") -> attnforge.bagel.PackedMask:
@@ -78,18 +84,25 @@ def draw(tokens: int) -> list[Tensor]:
     ]
 
 
-def milliseconds(call: Callable[[], object]) -> float:
-    """Mean milliseconds of a call on the slowest rank. All ranks start together."""
+def milliseconds(call: Callable[[], object]) -> tuple[float, float]:
+    """Mean milliseconds of a call on the slowest GPU, where all begin together, and on the slowest host."""
     call()
+    together = torch.zeros(1, device="cuda")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier()
     torch.cuda.synchronize()
+    torch.cuda._sleep(PAUSE)
+    dist.all_reduce(together)
+    start.record()
     begin = time.perf_counter()
     for _ in range(REPEATS):
         call()
+    host = time.perf_counter() - begin
+    end.record()
     torch.cuda.synchronize()
-    spent = torch.tensor((time.perf_counter() - begin) / REPEATS * 1e3, device="cuda")
+    spent = torch.tensor((start.elapsed_time(end), host * 1e3), device="cuda") / REPEATS
     dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return float(spent)
+    return float(spent[0]), float(spent[1])
 
 
 def passes(
@@ -121,11 +134,14 @@ class Setup:
     peak: float = 0.0  # GiB
     forward: list[float] = field(default_factory=list)  # milliseconds, one per round
     both: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)  # of both
 
     def measure(self, mask: Any) -> None:
         forward, both = passes(self.attend, self.tensors, mask)
-        self.forward.append(milliseconds(forward))
-        self.both.append(milliseconds(both))
+        self.forward.append(milliseconds(forward)[0])
+        times, host = milliseconds(both)
+        self.both.append(times)
+        self.host.append(host)
 
 
 def measure_all(setups: list[Setup], mask: Any) -> None:
@@ -168,14 +184,15 @@ def show(tokens: int, setups: list[Setup]) -> float:
     """Print the rows of the table. Returns the largest difference from one GPU."""
     one, worst = setups[0], 0.0
     forward, both = median(one.forward), median(one.both)
-    first = (str(tokens), "1", "", f"{forward:.2f}", f"{both:.2f}", "", "", f"{one.peak:.2f}", "")
+    host = f"{median(one.host):.2f}"
+    first = (str(tokens), "1", "", f"{forward:.2f}", f"{both:.2f}", "", "", host, f"{one.peak:.2f}", "")
     lines = [markdown_row(first)]
     for cp in setups[1:]:
         wrong = difference(cp.results, [cp.attend.shard(x, dim=2) for x in one.results])  # type: ignore[attr-defined]
         worst = max(worst, wrong)
         text = ", ".join(f"{name}={value}" for name, value in cp.arguments.items())
         times = median(cp.forward), median(cp.both)
-        numbers = (*times, forward / times[0], both / times[1], cp.peak)
+        numbers = (*times, forward / times[0], both / times[1], median(cp.host), cp.peak)
         cells = (str(tokens), str(cp.size), text, *(f"{number:.2f}" for number in numbers), f"{wrong:.1e}")
         lines.append(markdown_row(cells))
     if dist.get_rank() == 0:

@@ -6,7 +6,7 @@ head_dim. Exchanged tensors have the rows first, (rows, B, h, D), so that the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,9 +22,8 @@ from attnforge.runtime.distributed.row_assignment import (
     RowAssignment,
     RowRange,
     RowRanges,
-    count_rows,
-    intersect,
-    offsets_in,
+    RowTransfers,
+    row_transfers,
 )
 from attnforge.runtime.distributed.shards import Layout
 from attnforge.runtime.masks import AnyMask
@@ -139,52 +138,45 @@ class _PointToPoint:
     def fetch(self, x: Tensor, wanted: tuple[RowRanges, ...]) -> _AsyncResult:
         """Rows that this rank holds -> rows `wanted[rank]`, received from the ranks that hold them."""
         held = self._assignment.held
-        return self._exchange_rows(x, held[self._rank], held, wanted)
+        return self._exchange_rows(x, row_transfers(held[self._rank], held, wanted, self._rank))
 
     def return_rows(self, x: Tensor) -> _AsyncResult:
         """Rows of this rank's `queries` -> rows that it holds, each received from the rank that computed it."""
         assignment = self._assignment
-        return self._exchange_rows(x, assignment.queries[self._rank], assignment.computed, assignment.held)
+        rows = assignment.queries[self._rank]
+        return self._exchange_rows(x, row_transfers(rows, assignment.computed, assignment.held, self._rank))
 
-    def _exchange_rows(
-        self, x: Tensor, rows: RowRanges, source: tuple[RowRanges, ...], target: tuple[RowRanges, ...]
-    ) -> _AsyncResult:
-        """The rows `target[rank]`, each from the rank that has it in `source`.
+    def _exchange_rows(self, x: Tensor, transfers: RowTransfers) -> _AsyncResult:
+        """The rows that this rank wants: a view of x if it contains them, else a new tensor.
 
-        x: its rows are `rows`, and this rank sends those of `source[rank]`. If x contains all target rows, the result
-            is a view of x, and rows of other ranks are received into it. Otherwise the result is a new tensor.
+        Rows of other ranks are received into the result.
         """
-        mine, rank = target[self._rank], self._rank
-        received = any(intersect(mine, source[peer]) for peer in self._peers())
         # Selective checkpointing, a dispatch mode, keeps the kernel's results and refuses that they change.
-        keep = received and torch._C._len_torch_dispatch_stack() > 0
-        whole = intersect(mine, rows) == mine and not keep
-        result = _rows(x, mine[0], rows) if whole else x.new_empty(count_rows(mine), *x.shape[1:])
-        handle = self._expect(result, x)
-        if not whole:
-            own = intersect(mine, source[rank])
-            self._copies += [(_rows(result, row_range, mine), _rows(x, row_range, rows)) for row_range in own]
-        for peer in self._peers():
-            for row_range in intersect(source[rank], target[peer]):
-                self._send(handle, _rows(x, row_range, rows), peer)
-            for row_range in intersect(mine, source[peer]):
-                self._receive(handle, _rows(result, row_range, mine), peer)
+        keep = any(transfers.received) and torch._C._len_torch_dispatch_stack() > 0
+        if transfers.whole is not None and not keep:
+            result = x[slice(*transfers.whole)]
+        else:
+            result = x.new_empty(transfers.rows, *x.shape[1:])
+            self._copies += [(result[slice(*to)], x[slice(*at)]) for to, at in transfers.kept]
+        handle = self._expect(result, x, transfers)
+        for peer, ranges in enumerate(transfers.received):
+            for row_range in ranges:
+                self._receive(handle, result[slice(*row_range)], peer)
         return handle
 
     def reduce(self, x: Tensor, dtype: torch.dtype) -> _AsyncResult:
         """Gradients of this rank's `keys` -> sums over all ranks for the rows that it holds, in `dtype`."""
-        held, keys, rank = self._assignment.held, self._assignment.keys, self._rank
-        mine, rows = held[rank], keys[rank]
-        own = _rows(x, mine[0], rows)
-        handle = self._expect(own if x.dtype == dtype else own.to(dtype), x)
+        keys, held = self._assignment.keys, self._assignment.held
+        transfers = row_transfers(keys[self._rank], keys, held, self._rank)
+        assert transfers.whole is not None  # a rank reads all keys that it holds
+        own = x[slice(*transfers.whole)]
+        handle = self._expect(own if x.dtype == dtype else own.to(dtype), x, transfers)
         parts: list[tuple[RowRange, Tensor]] = []
-        for peer in self._peers():
-            for row_range in intersect(rows, held[peer]):
-                self._send(handle, _rows(x, row_range, rows), peer)
-            for row_range in intersect(mine, keys[peer]):
-                parts.append((row_range, own.new_empty(count_rows((row_range,)), *own.shape[1:])))
+        for peer, ranges in enumerate(transfers.received):
+            for row_range in ranges:
+                parts.append((row_range, own.new_empty(row_range[1] - row_range[0], *own.shape[1:])))
                 self._receive(handle, parts[-1][1], peer)
-        handle.steps.append(lambda: _add_received(handle.result, own, mine[0][0], parts))
+        handle.steps.append(lambda: _add_received(handle.result, own, parts))
         return handle
 
     def start(self) -> None:
@@ -195,16 +187,14 @@ class _PointToPoint:
         for handle in self._results:
             handle.works = works
 
-    def _peers(self) -> Iterator[int]:
-        return (peer for peer in range(len(self._assignment.held)) if peer != self._rank)
-
-    def _expect(self, result: Tensor, source: Tensor) -> _AsyncResult:
-        self._results.append(_AsyncResult(result, (), source))
-        return self._results[-1]
-
-    def _send(self, handle: _AsyncResult, x: Tensor, peer: int) -> None:
-        handle.sources.append(x.contiguous())
-        self._transfer(dist.isend, handle.sources[-1], peer)
+    def _expect(self, result: Tensor, x: Tensor, transfers: RowTransfers) -> _AsyncResult:
+        handle = _AsyncResult(result, (), x)
+        self._results.append(handle)
+        for peer, ranges in enumerate(transfers.sent):
+            for row_range in ranges:
+                handle.sources.append(x[slice(*row_range)].contiguous())
+                self._transfer(dist.isend, handle.sources[-1], peer)
+        return handle
 
     def _receive(self, handle: _AsyncResult, into: Tensor, peer: int) -> None:
         x = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
@@ -216,25 +206,15 @@ class _PointToPoint:
         self._transfers.append(dist.P2POp(call, x, dist.get_global_rank(self._group, peer), self._group))
 
 
-def _rows(x: Tensor, row_range: RowRange, ranges: RowRanges) -> Tensor:
-    """The rows `row_range` of x, whose rows are the concatenation of `ranges`."""
-    first, last = offsets_in(row_range, ranges)
-    return x[first:last]
-
-
-def _add_received(into: Tensor, own: Tensor, first: int, parts: Sequence[tuple[RowRange, Tensor]]) -> None:
-    """into = own + parts, summed in float32 and rounded once.
-
-    own: (rows, ...) from row `first` of the sequence on. parts: (range of rows of the sequence, its summand).
-    """
+def _add_received(into: Tensor, own: Tensor, parts: Sequence[tuple[RowRange, Tensor]]) -> None:
+    """into = own + parts, summed in float32 and rounded once. parts: (rows of own, what is added to them)."""
     edges = sorted({edge for row_range, _ in parts for edge in row_range})
     for a, b in pairwise(edges):
-        rows = slice(a - first, b - first)
-        received = [_rows(x, (a, b), (at,)) for at, x in parts if at[0] <= a and b <= at[1]]
+        received = [x[a - at[0] : b - at[0]] for at, x in parts if at[0] <= a and b <= at[1]]
         if len(received) == 1:
-            into[rows] = own[rows] + received[0]
+            into[a:b] = own[a:b] + received[0]
         elif received:
-            into[rows] = torch.stack([own[rows], *received]).sum(0)
+            into[a:b] = torch.stack([own[a:b], *received]).sum(0)
 
 
 def _ulysses_all_to_all(x: Tensor, ulysses_degree: int, first: int, last: int, group: Any) -> _AsyncResult:

@@ -12,6 +12,7 @@ Pairs are counted in whole tiles of `TILE` query rows, because kernels compute w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -254,6 +255,49 @@ def offsets_in(row_range: RowRange, ranges: RowRanges) -> RowRange:
             return before + row_range[0] - first, before + row_range[1] - first
         before += last - first
     raise ValueError(f"rows {row_range} are not in one of {ranges}")
+
+
+class RowTransfers(NamedTuple):
+    """What one rank does with a tensor of rows, so that each rank gets the rows that it wants.
+
+    rows: number of rows that the rank wants, the rows of its result.
+    whole: the result as a range of the tensor's rows, if the tensor contains it, else None.
+    kept: (rows of the result, rows of the tensor) that the rank already has.
+    sent: by receiving rank, rows of the tensor.
+    received: by sending rank, rows of the result.
+    """
+
+    rows: int
+    whole: RowRange | None
+    kept: tuple[tuple[RowRange, RowRange], ...]
+    sent: tuple[RowRanges, ...]
+    received: tuple[RowRanges, ...]
+
+
+@lru_cache(maxsize=256)  # the layers of a model repeat the same transfers
+def row_transfers(
+    rows: RowRanges, source: tuple[RowRanges, ...], target: tuple[RowRanges, ...], rank: int
+) -> RowTransfers:
+    """The transfers of `rank`, whose tensor has `rows` of the sequence.
+
+    source, target: by rank, the rows that it sends to those who want them, and the rows that it wants.
+    """
+    ranks, wanted = range(len(source)), target[rank]
+    whole = offsets_in(wanted[0], rows) if len(wanted) == 1 and intersect(wanted, rows) == wanted else None
+    nothing: RowRanges = ()
+    return RowTransfers(
+        count_rows(wanted),
+        whole,
+        tuple((offsets_in(x, wanted), offsets_in(x, rows)) for x in intersect(wanted, source[rank])),
+        tuple(
+            nothing if to == rank else tuple(offsets_in(x, rows) for x in intersect(source[rank], target[to]))
+            for to in ranks
+        ),
+        tuple(
+            nothing if by == rank else tuple(offsets_in(x, wanted) for x in intersect(wanted, source[by]))
+            for by in ranks
+        ),
+    )
 
 
 def assigned_spans(mask: Spans, found: RowAssignment, rank: int) -> Spans:

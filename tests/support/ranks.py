@@ -1,7 +1,8 @@
 """Programs of several processes, in the environment that `torchrun` gives them.
 
 `torchrun` starts an interpreter for each rank, all of which import torch. Here one interpreter reads the program and
-what it imports, then forks into the ranks: most of such a test's time goes to imports.
+what it imports, then forks into the ranks: most of such a test's time goes to imports. On a machine with GPUs it is
+`torchrun` itself, as a process that has looked for GPUs cannot fork into ones that use them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).parent
 
 
@@ -25,8 +28,11 @@ def torchrun(ranks: int, script: Path, *arguments: str) -> str:
     A rank that fails fails the test with its last words.
     """
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    launcher: tuple[str, ...] = (__file__, str(ranks))
+    if torch.cuda.is_available():
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     done = subprocess.run(
-        (sys.executable, __file__, str(ranks), str(script), *arguments),
+        (sys.executable, *launcher, str(script), *arguments),
         capture_output=True,
         text=True,
         timeout=500,
@@ -77,7 +83,7 @@ if __name__ == "__main__":
     _, number, script, *arguments = sys.argv
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).parent)
-    import torch._dynamo  # noqa: F401  (ranks that compile would each import it)
+    import torch._dynamo  # ranks that compile would each import it
 
     program = runpy.run_path(script, run_name="__ranks__")
     gc.freeze()  # a collection in a rank leaves alone what is shared
