@@ -472,18 +472,36 @@ __device__ __forceinline__ int count_before(bool mine, unsigned (&votes)[kSchedu
     return before;
 }
 
-// Thread: is key `key` visible to query `query` in plane `plane`? False outside of the mask.
-__device__ __forceinline__ bool pair_of(const Params& p, int plane, int query, int key) {
-    if (query >= p.seq_q || key >= p.seq_k) {
-        return false;
+// Warp: the columns of 32 x 32 bits. Row i and column i are lane i's, their lowest bit is the first.
+__device__ __forceinline__ unsigned transpose_bits(unsigned row) {
+    unsigned column = 0;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        const unsigned bits = __ballot_sync(~0u, row >> i & 1);
+        column = threadIdx.x % 32 == i ? bits : column;
     }
+    return column;
+}
+
+// Warp: of the 32 x 32 pairs from (query0, key0) on, those of key key0 + lane, a bit each; 0 outside of the mask.
+__device__ __forceinline__ unsigned pairs_of(const Params& p, int plane, int query0, int key0) {
+    const int lane = threadIdx.x % 32;
     if (p.mask_bits != nullptr) {
-        const long long row = static_cast<long long>(plane) * p.seq_q + query;
-        return __ldg(p.mask_bits + row * p.mask_words + key / 32) >> key % 32 & 1;
+        const long long query = static_cast<long long>(plane) * p.seq_q + query0 + lane;
+        const bool inside = query0 + lane < p.seq_q && key0 < p.seq_k;
+        const unsigned keys = inside ? __ldg(p.mask_bits + query * p.mask_words + key0 / 32) : 0;
+        return transpose_bits(keys);
     }
-    const unsigned char* mask =
-        p.dense.data + plane / p.mask_heads * p.dense.batch + plane % p.mask_heads * p.dense.head;
-    return mask[query * p.dense.row + key * p.dense.col] != 0;
+    const unsigned char* mask = p.dense.data + plane / p.mask_heads * p.dense.batch +
+                                plane % p.mask_heads * p.dense.head + query0 * p.dense.row +
+                                (key0 + lane) * p.dense.col;
+    const int count = key0 + lane < p.seq_k ? p.seq_q - query0 : 0;
+    unsigned queries = 0;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        queries |= static_cast<unsigned>(i < count && mask[i * p.dense.row] != 0) << i;
+    }
+    return queries;
 }
 
 // One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and writes to its
@@ -493,18 +511,15 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_pack(const __
     const int key_tile = blockIdx.x % p.tiles_n;
     const int query_tile = blockIdx.x / p.tiles_n % p.tiles_m;
     const int plane = blockIdx.x / p.tiles_n / p.tiles_m;
-    const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
+    static_assert(kTileM % 32 == 0 && kTileN % 32 == 0, "squares of 32 pairs");
+    constexpr int squares_n = kTileN / 32;
     unsigned found = 0;
-    constexpr int words = kTileM / 32;
-    for (int i = warp; i < kTileN / 32 * words; i += kScheduleThreads / 32) {
-        const int query0 = query_tile * kTileM + i % words * 32;
-        const int key = key_tile * kTileN + i / words * 32 + lane;
-        unsigned word = 0;
-#pragma unroll 8
-        for (int j = 0; j < 32; ++j) {
-            word |= static_cast<unsigned>(pair_of(p, plane, query0 + j, key)) << j;
-        }
+    for (int i = threadIdx.x / 32; i < kTileM / 32 * squares_n; i += kScheduleThreads / 32) {
+        const int query0 = query_tile * kTileM + i / squares_n * 32;
+        const int key0 = key_tile * kTileN + i % squares_n * 32;
+        const unsigned word = pairs_of(p, plane, query0, key0);
+        const int key = key0 + lane;
         p.bits[(static_cast<long long>(plane) * p.padded_k + key) * p.bits_row + query0 / 32] = word;
         const int queries = p.seq_q - query0;
         found |= (word != 0) | (word != (queries >= 32 ? ~0u : queries > 0 ? (1u << queries) - 1 : 0u)) << 1;
