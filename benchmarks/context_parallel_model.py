@@ -49,12 +49,12 @@ from attnforge.runtime.masks import Spans
 HEAD = ("tokens", "GPUs", "U", "fwd ms", "fwd+bwd ms", "speed-up fwd", "both", "measured fwd", "both")
 # Milliseconds (forward, forward + backward) by (tokens, GPUs, Ulysses degree), with pieces=1.
 MEASURED = {
-    (36864, 1, 1): (3.36, 14.65),
-    (36864, 2, 1): (2.09, 7.41),
-    (36864, 2, 2): (2.76, 8.84),
-    (131072, 1, 1): (10.47, 45.24),
-    (131072, 2, 1): (5.65, 23.07),
-    (131072, 2, 2): (8.18, 29.67),
+    (36864, 1, 1): (3.08, 13.48),
+    (36864, 2, 1): (1.77, 6.94),
+    (36864, 2, 2): (2.54, 8.41),
+    (131072, 1, 1): (9.52, 40.42),
+    (131072, 2, 1): (5.25, 21.67),
+    (131072, 2, 2): (7.64, 25.81),
 }
 
 

@@ -426,15 +426,20 @@ __device__ __forceinline__ unsigned pairs_of(const Params& p, int plane, int que
         const unsigned keys = inside ? __ldg(p.mask_bits + query * p.mask_words + key0 / 32) : 0;
         return keys;
     }
+    const int rows = min(p.seq_q - query0, 32);
+    if (rows <= 0) {
+        return 0;
+    }
     const unsigned char* mask = p.dense.data + plane / p.mask_heads * p.dense.batch +
                                 plane % p.mask_heads * p.dense.head + query0 * p.dense.row +
-                                (key0 + lane) * p.dense.col;
-    const int count = key0 + lane < p.seq_k ? p.seq_q - query0 : 0;
+                                min(key0 + lane, p.seq_k - 1) * p.dense.col;
+    // Pairs outside read the last query or key: with conditions fewer loads are in flight at once.
     unsigned queries = 0;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-        queries |= static_cast<unsigned>(i < count && mask[i * p.dense.row] != 0) << i;
+        queries |= static_cast<unsigned>(mask[min(i, rows - 1) * p.dense.row] != 0) << i;
     }
+    queries = key0 + lane < p.seq_k ? queries & ~0u >> (32 - rows) : 0;
     return transpose_bits(queries);
 }
 
