@@ -1,16 +1,17 @@
-// attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1
+// attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_e1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask dense --align 16
 //     --set tile_m=128 --set tile_n=128 --set stages=2 --set ping_pong=0
-//     --set persistent=1 --set dynamic=0 --set q_in_regs=1
+//     --set persistent=1 --set dynamic=0 --set q_in_regs=1 --set exact_visits=1
 //
-//   tile_m      128   query rows per tile, 64 for each consumer warpgroup
-//   tile_n      128   keys per step of the main loop
-//   stages        2   shared-memory buffers for K and for V
-//   ping_pong     0   1: warpgroup ordering barrier: the softmax of one overlaps the products of another
-//   persistent    1   1: one block per multiprocessor walks many tiles
-//   dynamic       0   1: dynamic tile scheduler: a block takes its next work tile from tile_counter
-//   q_in_regs     1   1: keep the fragments of Q in registers
+//   tile_m        128   query rows per tile, 64 for each consumer warpgroup
+//   tile_n        128   keys per step of the main loop
+//   stages          2   shared-memory buffers for K and for V
+//   ping_pong       0   1: warpgroup ordering barrier: the softmax of one overlaps the products of another
+//   persistent      1   1: one block per multiprocessor walks many tiles
+//   dynamic         0   1: dynamic tile scheduler: a block takes its next work tile from tile_counter
+//   q_in_regs       1   1: keep the fragments of Q in registers
+//   exact_visits    1   first visits of a work tile that update row maxima, later ones only if P grows; 0: all
 //
 // Attention forward. A producer thread loads tiles with TMA; 2 consumer warpgroups multiply them with wgmma.
 //
@@ -98,7 +99,7 @@ constexpr int kThreads = (kConsumers + 1) * 128;
 // Row maxima are exact in the first kExact visits of a warpgroup, in masked ones, and while a row has none: there P is
 // 1 at most. Elsewhere they are updated only when the average of P over a thread's columns passes 1.25. P is rounded:
 // a row whose largest P is not 1 loses accuracy. What these two numbers cost: docs/experiments.md, 24.
-constexpr int kExact = 3;
+constexpr int kExact = 1;
 constexpr float kLimit = kTileN / 4 * 1.25f;  // of the sum over a thread's columns
 constexpr int kStages = 2;  // buffers of K and of V
 constexpr int kTileBytesM = kTileM * kRowBytes;
@@ -410,7 +411,7 @@ __device__ __forceinline__ unsigned pairs_of(const Params& p, int plane, int que
 // One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and writes to its
 // place of the list a bit for each row group that sees some pair, then for each that misses some; or 0.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_pack(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_e1_pack(const __grid_constant__ Params p) {
     const int key_tile = blockIdx.x % p.tiles_n;
     const int query_tile = blockIdx.x / p.tiles_n % p.tiles_m;
     const int plane = blockIdx.x / p.tiles_n / p.tiles_m;
@@ -440,7 +441,7 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_pack(const __gr
 
 // One block per owned tile and plane: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_schedule(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_e1_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     __shared__ int2 kv_range[kRowGroups];
     if (threadIdx.x < kRowGroups) {
@@ -492,7 +493,7 @@ __device__ __forceinline__ int work_of(const Params& p, int plane, int tile) {
 
 // One block per owned tile and plane: its rank is the number of tiles with more work, earlier tiles winning ties.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_order(const __grid_constant__ Params p) {
+attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_e1_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x % p.tiles_m;
     const int plane = blockIdx.x / p.tiles_m;
     const int work = work_of(p, plane, tile);
@@ -1179,7 +1180,7 @@ struct Consumer {
 
 // Grid: tiles_m x batch x heads_q work tiles, walked by one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1(
+attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_e1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned smem = shared_address(shared);

@@ -1,12 +1,12 @@
-// attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0
+// attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s2_t2_l0_r0_h1_o0
 // Generated from templates/sm90a/backward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction bwd --arch sm90a --dtype bf16 --head-dim 128 --mask dense --align 16
-//     --set tile_m=64 --set tile_n=128 --set stages=3 --set stages_dout=2 --set lag=0
+//     --set tile_m=64 --set tile_n=128 --set stages=2 --set stages_dout=2 --set lag=0
 //     --set in_regs=0 --set split_heads=1 --set deterministic=0
 //
 //   tile_m          64   query rows per step of the main loop; always 64, the rows of a product for dQ
 //   tile_n         128   keys per block; always 128, 64 for each of two consumer warpgroups
-//   stages           3   shared-memory buffers for Q
+//   stages           2   shared-memory buffers for Q
 //   stages_dout      2   shared-memory buffers for dO
 //   lag              0   1: consumers wait for each other every second step: dQ is two steps late, dP one step early
 //   in_regs          0   operands that consumers keep in registers: 0 none, 1 K, 2 K and V
@@ -128,7 +128,7 @@ constexpr int kTileN = 128;  // keys of a block
 constexpr int kConsumers = kTileN / 64;  // warpgroups, 64 keys each
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kHelperThreads = 256;  // of a block of _preprocess and _postprocess
-constexpr int kStagesQ = 3;  // buffers of Q
+constexpr int kStagesQ = 2;  // buffers of Q
 constexpr int kStagesDo = 2;  // buffers of dO
 constexpr int kDqColumns = 64;  // of dQ that a consumer computes: half of them, for all keys of the block
 constexpr int kDqSecond = kDqColumns;  // the first column of the second consumer
@@ -172,7 +172,7 @@ constexpr int kEmptyDo = kFullDo + 8 * kStagesDo;
 constexpr int kFullDq = kEmptyDo + 8 * kStagesDo;
 constexpr int kEmptyDq = kFullDq + 8 * kConsumers;
 constexpr int kSharedBytes = kEmptyDq + 8 * kConsumers;
-static_assert(kSharedBytes == 219296, "the plan of this kernel disagrees");
+static_assert(kSharedBytes == 200840, "the plan of this kernel disagrees");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -512,7 +512,7 @@ __device__ __forceinline__ unsigned pairs_of(const Params& p, int plane, int que
 // One block per tile, grid tiles_n x tiles_m x mask_planes, the first fastest. Packs the tile's pairs and writes to its
 // place of the list a bit for each row group that sees some pair, then for each that misses some; or 0.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_pack(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s2_t2_l0_r0_h1_o0_pack(const __grid_constant__ Params p) {
     const int key_tile = blockIdx.x % p.tiles_n;
     const int query_tile = blockIdx.x / p.tiles_n % p.tiles_m;
     const int plane = blockIdx.x / p.tiles_n / p.tiles_m;
@@ -542,7 +542,7 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_pack(const __
 
 // One block per owned tile and plane: list the tiles it must visit, in ascending order.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_schedule(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s2_t2_l0_r0_h1_o0_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
     const int tile = blockIdx.x;  // of all planes: plane * tiles_n + tile
     int* list = p.tile_list + static_cast<long long>(tile) * p.list_stride;
@@ -583,7 +583,7 @@ __device__ __forceinline__ int pieces_of(int visits, int most) { return max(1, (
 // come first, earlier tiles win ties.
 constexpr int kLeastVisits = 32;  // that are worth a block, which loads K and V and adds dK and dV to memory
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
-attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_order(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s2_t2_l0_r0_h1_o0_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x % p.tiles_n;
     const long long plane = blockIdx.x / p.tiles_n;
     const int* counts = p.tile_count + plane * p.tiles_n;
@@ -1170,7 +1170,7 @@ __device__ __forceinline__ void scatter(element* target, long long stride, const
 
 // Grid: tiles_m x batch x heads_q. row_stats, zeros for sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_preprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s2_t2_l0_r0_h1_o0_preprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     constexpr int lanes = 16;  // threads that share a row
     const int head = blockIdx.x % p.heads_q;
@@ -1222,7 +1222,7 @@ __device__ __forceinline__ void gather_dq(const Params& p, unsigned (*rows)[kPit
 
 // Grid: tiles_m x batch x heads_q. dQ = scale * sums.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_postprocess(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s2_t2_l0_r0_h1_o0_postprocess(const __grid_constant__ Params p) {
     griddepcontrol_launch_dependents();
     __shared__ __align__(16) unsigned rows[kTileM][kPitch];
     const int head = blockIdx.x % p.heads_q;
@@ -1239,7 +1239,7 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_postprocess(c
 
 // Grid: tiles_n x batch x heads_kv. dK = scale * sums and dV = sums, 64 keys at a time.
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
-attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0_postprocess_dkv(const __grid_constant__ Params p) {
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s2_t2_l0_r0_h1_o0_postprocess_dkv(const __grid_constant__ Params p) {
     __shared__ __align__(16) unsigned rows[2][64][kPitch];
     const int head = blockIdx.x % p.heads_kv;
     const int batch = blockIdx.x / p.heads_kv % p.batch;
@@ -1283,7 +1283,7 @@ __device__ __forceinline__ void init_barriers(unsigned base) {
 
 // Grid: blocks_n x batch x heads_q blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s3_t2_l0_r0_h1_o0(
+attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s2_t2_l0_r0_h1_o0(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned base = shared_address(shared);
