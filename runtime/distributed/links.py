@@ -23,9 +23,9 @@ class Links:
     (benchmarks/context_parallel_model.py); `inter_node` is 90 % of a 400 Gbit/s port.
     """
 
-    intra_node: float = 214e9
+    intra_node: float = 212e9
     inter_node: float = 45e9
-    latency: float = 85e-6
+    latency: float = 65e-6
 
     def seconds(self, intra_node: float, inter_node: float, collectives: int) -> float:
         """Seconds that a GPU takes to send this many bytes over both kinds of links, which work at the same time."""
