@@ -61,8 +61,9 @@ class EmulatedSchedule:
         heads: tuple[int, int] | None = None,
         bit_slots: int = 1 << 20,
     ) -> dict[str, Tensor]:
-        """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a bool mask (seq_q, seq_k).
+        """The int32 tables of runtime/native/schedules.h for starts and ends (seq_k), or a mask of pairs.
 
+        Pairs are bool (seq_q, seq_k) or (batch, heads, seq_q, seq_k) of any strides, or the int32 data of a DenseMask.
         For unions of intervals `mask` is their data (batch, heads, intervals, 2, seq_k), and tables begin with an axis
         of planes; `heads` are those of q and of k, if these are not as many. A function needs no mask, but the tensors
         that it captures; it may have `planes` (batch, heads), of which tables have a row for each owned tile. There is
@@ -86,7 +87,14 @@ class EmulatedSchedule:
             for i, x in enumerate(captured):
                 setattr(p, f"score{i}", ScoreRef.of(x))
         elif self.spec.problem.mask is Mask.DENSE:
-            p.dense.data, (p.dense.row, p.dense.col) = mask.data_ptr(), mask.stride()
+            mask = mask if mask.dim() == 4 else mask[None, None]
+            p.batch, p.heads_q = p.mask_batches, p.mask_heads = mask.shape[:2]
+            p.mask_planes, p.heads_kv = p.batch * p.heads_q, p.heads_q
+            if mask.dtype == torch.bool:
+                p.dense.data = mask.data_ptr()
+                p.dense.batch, p.dense.head, p.dense.row, p.dense.col = mask.stride()
+            else:
+                p.mask_bits, p.mask_words = mask.data_ptr(), mask.shape[3]
             p.bits_row = -(-(p.padded_k if self.plan.bits == "k" else p.padded_q) // 32)
         elif self.spec.problem.unions:
             p.spans = mask.data_ptr()

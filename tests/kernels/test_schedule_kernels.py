@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import platform
 import re
@@ -9,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gxx
 import pytest
 import torch
-from emulated_schedule import EmulatedSchedule
+from emulated_schedule import SENTINEL, EmulatedSchedule
+from emulator import FLAGS, PARTS
 from oracle import dense, spans, unions
 from torch import Tensor
 
@@ -21,6 +24,7 @@ from attnforge.codegen.families.sm80_backward import Sm80Backward
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.mask_function import MaskMod
+from attnforge.codegen.modules import mask_kernels
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -271,10 +275,48 @@ def test_q_heads_of_a_kv_head_share_an_order(heads_kv: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["192x128", "128x96", "sm80", "backward", "deterministic"])
 def test_dense(name: str, tmp_path: Path) -> None:
+    """Of bools, of bools with the keys' stride longer than the queries', and of bits."""
     schedule = EmulatedSchedule(spec_of(name, Mask.DENSE), tmp_path)
-    for seq_q, seq_k in SIZES[:2]:
-        mask = dense(seq_q, seq_k, "cpu").mask
-        check(schedule, schedule.run(mask, None, seq_q, seq_k), mask)
+    for (seq_q, seq_k), planes in ((SIZES[0], (1, 1)), (SIZES[1], (1, 1)), ((130, 300), (2, 3))):
+        mask = dense(seq_q, seq_k, "cpu", planes=planes)
+        visible = mask.mask.view(mask.shape)
+        by_key = visible.transpose(2, 3).contiguous().transpose(2, 3)
+        tables = schedule.run(visible, None, seq_q, seq_k)
+        for other in (by_key, mask.data):
+            again = schedule.run(other, None, seq_q, seq_k)
+            assert all(torch.equal(table, again[key]) for key, table in tables.items())
+        count = planes[0] * planes[1]
+        for plane, pairs in enumerate(visible.flatten(0, 1)):
+            alone = {
+                key: x if key == "tile_counter" else x.unflatten(0, (count, -1))[plane]
+                for key, x in tables.items()
+            }
+            check(schedule, alone, pairs)
+
+
+def test_pairs_become_the_bits_of_a_mask(tmp_path: Path) -> None:
+    """The kernel of masks.cu, against the CPU's code: ends of words and of rows, planes, strides."""
+    text = mask_kernels(Arch.SM90).text.replace("#pragma unroll", "//")
+    call = "attnforge_mask_of_pairs(visible, s[0], s[1], s[2], s[3], heads, seq_q, seq_k, rows, bits)"
+    path = tmp_path / "masks.cpp"
+    path.write_text(
+        f'#include "emulator.h"\n{text}\nextern "C" void run(const unsigned char* visible, const long long* s, '
+        "int heads, int seq_q, int seq_k, long long rows, unsigned* bits) {\n"
+        f"    launch([=] {{ {call}; }}, (rows + 3) / 4, kThreads, 0);\n}}\n"
+    )
+    library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS, header="emulator.h")
+    for seq_q, seq_k, planes in ((5, 31, (1, 1)), (3, 2085, (1, 1)), (7, 1024, (2, 3)), (6, 33, (3, 1))):
+        mask = dense(seq_q, seq_k, "cpu", planes=planes)
+        pairs = mask.mask.view(mask.shape)
+        rows = pairs.shape[:3].numel()
+        for visible in (pairs, pairs.transpose(2, 3).contiguous().transpose(2, 3)):
+            bits = torch.full_like(mask.data, SENTINEL)
+            strides = (ctypes.c_longlong * 4)(*visible.stride())
+            library.run(
+                ctypes.c_void_p(visible.data_ptr()), strides, planes[1], seq_q, seq_k, ctypes.c_longlong(rows),
+                ctypes.c_void_p(bits.data_ptr()),
+            )  # fmt: skip
+            assert torch.equal(bits, mask.data)
 
 
 @pytest.mark.parametrize("name", ["192x128", "128x96", "sm80", "backward", "deterministic"])
