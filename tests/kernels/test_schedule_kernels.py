@@ -309,7 +309,9 @@ def test_pairs_become_the_bits_of_a_mask(tmp_path: Path) -> None:
         mask = dense(seq_q, seq_k, "cpu", planes=planes)
         pairs = mask.mask.view(mask.shape)
         rows = pairs.shape[:3].numel()
-        for visible in (pairs, pairs.transpose(2, 3).contiguous().transpose(2, 3)):
+        by_key = pairs.transpose(2, 3).contiguous().transpose(2, 3)
+        apart = torch.cat((pairs, ~pairs), 1)[:, : planes[1]]  # other heads between two batch entries
+        for visible in (pairs, by_key, apart):
             bits = torch.full_like(mask.data, SENTINEL)
             strides = (ctypes.c_longlong * 4)(*visible.stride())
             library.run(

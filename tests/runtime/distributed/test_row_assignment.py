@@ -20,6 +20,7 @@ from attnforge.runtime.distributed.row_assignment import (
     count_rows,
     intersect,
     offsets_in,
+    row_transfers,
 )
 from attnforge.runtime.distributed.shards import plain_spans
 
@@ -199,6 +200,46 @@ def test_places() -> None:
     with pytest.raises(ValueError, match="not in one of"):
         offsets_in((15, 45), ranges)
     assert intersect(((0, 12), (18, 45)), ranges) == ((10, 12), (18, 20), (40, 45))
+
+
+def numbers_of(ranges: RowRanges, known: RowRanges) -> Tensor:
+    """The numbers of the rows `ranges`; -1 for those that are not `known`."""
+    rows = torch.cat([torch.arange(*row_range) for row_range in ranges])
+    inside = torch.zeros(len(rows), dtype=torch.bool)
+    for first, last in known:
+        inside |= (first <= rows) & (rows < last)
+    return torch.where(inside, rows, -1)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("world", [2, 5])
+def test_transfers_bring_what_ranks_want(world: int, in_order: bool) -> None:
+    """Queries and keys to those that compute them, results back: each row from a rank that has it."""
+    moved = False
+    for mask in masks(world * 600).values():
+        found = assign_rows(mask, [0] * world, 600, in_order)
+        moved |= found.computed != found.held
+        for rows, source, target in (
+            (found.held, found.held, found.queries),
+            (found.held, found.held, found.keys),
+            (found.queries, found.computed, found.held),
+        ):
+            all_transfers = [row_transfers(rows[rank], source, target, rank) for rank in range(world)]
+            tensors = [numbers_of(rows[rank], source[rank]) for rank in range(world)]
+            for rank, transfers in enumerate(all_transfers):
+                result = torch.full((transfers.rows,), -1)
+                if transfers.whole is not None:
+                    result = tensors[rank][slice(*transfers.whole)].clone()
+                else:
+                    for to, at in transfers.kept:
+                        result[slice(*to)] = tensors[rank][slice(*at)]
+                for peer, ranges in enumerate(transfers.received):
+                    sent = all_transfers[peer].sent[rank]
+                    for to, at in zip(ranges, sent, strict=True):
+                        assert (result[slice(*to)] == -1).all(), "a row that the rank has"
+                        result[slice(*to)] = tensors[peer][slice(*at)]
+                assert torch.equal(result, numbers_of(target[rank], target[rank]))
+    assert moved
 
 
 @pytest.mark.usefixtures("slow_kernels")
