@@ -16,6 +16,7 @@ from torch import Tensor
 from attnforge.runtime.export import Shape
 from attnforge.runtime.masks import DenseMask
 from attnforge.runtime.ops import attention
+from attnforge.runtime.per_tensor import may_keep, once
 
 NAME = "custom_attention"
 # The final round: (batch, heads, rows, head_dim).
@@ -46,17 +47,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(D)) v without the blocked pairs, differentiable in q, k and v.
 
     q, k, v: (B, H, S, D), float32, float16 or bfloat16, any strides. mask: bool (S, S), True = blocked, the same for
-    every batch entry and head; rows whose pairs are all blocked give zeros. Returns (B, H, S, D) in q's dtype, also
-    under autocast. Raises ValueError or TypeError naming the argument, as `attnforge.attention`.
+    every batch entry and head; rows whose pairs are all blocked give zeros. What is made of a mask is kept with the
+    tensor until it changes, for the next layer. Returns (B, H, S, D) in q's dtype, also under autocast. Raises
+    ValueError or TypeError naming the argument, as `attnforge.attention`.
     """
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         what = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask: got {what}, expected a bool tensor, True = blocked")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
-        out = attention(q, k, v, DenseMask(mask.logical_not()))
+        out = attention(q, k, v, once(_visible, mask) if may_keep(mask) else _visible(mask))
     assert isinstance(out, Tensor)
     return out
+
+
+def _visible(blocked: Tensor) -> DenseMask:
+    return DenseMask(blocked.logical_not())
 
 
 def final_mask(rows: int, device: torch.device | str = "cpu") -> Tensor:

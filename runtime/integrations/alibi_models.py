@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from attnforge.runtime.integrations.spans_tensor import may_keep, once, visible_pairs
+from attnforge.runtime.integrations.spans_tensor import visible_pairs
+from attnforge.runtime.per_tensor import may_keep, once
 
 Forward = Callable[..., tuple[Tensor, None]]
 

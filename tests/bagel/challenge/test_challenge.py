@@ -18,6 +18,7 @@ from attnforge.bagel.challenge.layer import SMALL, Sizes, draw_pack, stepwise
 from attnforge.bagel.challenge.operator import FINAL, final_mask, forward, install
 from attnforge.cli import main
 from attnforge.runtime.export import Shape
+from attnforge.runtime.masks import DenseMask
 
 TINY = Sizes(hidden=64, heads=2, heads_kv=2, text=(1, 24), image=(16, 40))
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -55,6 +56,31 @@ def test_columns_apart_are_copied() -> None:
     q, k, v = (torch.randn(1, 2, 16, 20).mT for _ in range(3))
     mask = torch.zeros(20, 20, dtype=torch.bool)
     torch.testing.assert_close(forward(q, k, v, mask), stepwise(q, k, v, mask), atol=1e-5, rtol=1e-5)
+
+
+def test_layers_share_what_is_made_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the mask changes, also in place."""
+    made, make = [], operator._visible
+
+    def counted(blocked: Tensor) -> DenseMask:
+        made.append(blocked)
+        return make(blocked)
+
+    monkeypatch.setattr(operator, "_visible", counted)
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    mask = torch.zeros(20, 20, dtype=torch.bool)
+    for columns in (0, 0, 7):
+        mask[:, :columns] = True
+        torch.testing.assert_close(forward(q, k, v, mask), stepwise(q, k, v, mask), atol=1e-5, rtol=1e-5)
+    assert len(made) == 3  # writing no column counts as a change
+    forward(q, k, v, mask)
+    forward(q, k, v, mask)
+    assert len(made) == 3
+    with torch.inference_mode():  # changes of such tensors are not counted
+        mask = mask.clone()
+        forward(q, k, v, mask)
+        forward(q, k, v, mask.logical_not_())
+    assert len(made) == 5
 
 
 @pytest.mark.parametrize("mask", [None, torch.zeros(8, 8)])

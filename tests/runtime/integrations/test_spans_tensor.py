@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import attnforge
-from attnforge.runtime import mask_intervals
-from attnforge.runtime.integrations import huggingface, spans_tensor
+from attnforge.runtime import mask_intervals, per_tensor
+from attnforge.runtime.integrations import huggingface
 from attnforge.runtime.integrations.spans_tensor import SpansTensor, mask_of
 from attnforge.runtime.mask_intervals import spans_of
 from attnforge.runtime.masks import DenseMask, Spans
@@ -255,7 +255,7 @@ def test_few_parts_of_a_tensor_are_kept() -> None:
     buffer = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
     for step in range(20):
         mask_of(buffer[:, :, step : step + 1, : step + 1], 1, step + 1)
-    assert len(spans_tensor._known[buffer]) <= spans_tensor._LAYOUTS
+    assert len(per_tensor._known[buffer]) <= per_tensor._LAYOUTS
 
 
 def test_what_is_no_spans_is_converted_once() -> None:
