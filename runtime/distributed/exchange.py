@@ -158,7 +158,7 @@ class _PointToPoint:
         else:
             result = x.new_empty(transfers.rows, *x.shape[1:])
             self._copies += [(result[slice(*to)], x[slice(*at)]) for to, at in transfers.kept]
-        handle = self._expect(result, x, transfers)
+        handle = self._register(result, x, transfers)
         for peer, ranges in enumerate(transfers.received):
             for row_range in ranges:
                 self._receive(handle, result[slice(*row_range)], peer)
@@ -170,7 +170,7 @@ class _PointToPoint:
         transfers = row_transfers(keys[self._rank], keys, held, self._rank)
         assert transfers.whole is not None  # a rank reads all keys that it holds
         own = x[slice(*transfers.whole)]
-        handle = self._expect(own if x.dtype == dtype else own.to(dtype), x, transfers)
+        handle = self._register(own if x.dtype == dtype else own.to(dtype), x, transfers)
         parts: list[tuple[RowRange, Tensor]] = []
         for peer, ranges in enumerate(transfers.received):
             for row_range in ranges:
@@ -187,7 +187,8 @@ class _PointToPoint:
         for handle in self._results:
             handle.works = works
 
-    def _expect(self, result: Tensor, x: Tensor, transfers: RowTransfers) -> _AsyncResult:
+    def _register(self, result: Tensor, x: Tensor, transfers: RowTransfers) -> _AsyncResult:
+        """Add a result, and the rows of x that this rank sends to others for theirs."""
         handle = _AsyncResult(result, (), x)
         self._results.append(handle)
         for peer, ranges in enumerate(transfers.sent):
