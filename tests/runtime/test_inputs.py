@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -175,6 +175,12 @@ def test_handles() -> None:
     handle = kernels.load(next(candidates(problem)), torch.device("cpu"))
     with pytest.raises(ValueError, match=r"variant: fwd_cpu_fp32_d64_full.* does not fit this call"):
         ops.forward(x, x, x, attnforge.Causal(), None, handle)
+    aligned = kernels.load(next(candidates(replace(problem, dtype=DType.BFLOAT16))), torch.device("cpu"))
+    memory = torch.zeros(x.numel() + 1, dtype=torch.bfloat16)
+    even, odd = memory[:-1].view(x.shape), memory[1:].view(x.shape)
+    ops.forward(even, even, even, None, None, aligned)
+    with pytest.raises(ValueError, match=r"does not fit this call \(.*, rows aligned to 2 bytes"):
+        ops.forward(odd, odd, odd, None, None, aligned)
     gpu = Problem(Direction.FORWARD, Arch.SM80, DType.BFLOAT16, D, Mask.FULL, 16)
     with pytest.raises(ValueError, match="is for sm80, but cpu runs cpu"):
         kernels.load(next(candidates(gpu)), torch.device("cpu"))
