@@ -215,7 +215,8 @@ def mask_mod(
     """Any mask: query i of batch entry b and query head h sees key j when function(b, h, i, j), as in FlexAttention.
 
     The function is traced once, with int32 scalar tensors, and becomes part of the kernels, which are compiled once for
-    each text. Nothing S x S is stored. Where few intervals of queries see each key, Spans are faster.
+    each text. A later function of the same code, with other tensors of the same form, is not traced again. Nothing
+    S x S is stored. Where few intervals of queries see each key, Spans are faster.
 
     function: integers, floats, comparisons, &, |, ~, where, and up to 4 captured tensors, together with those of a
         score, indexed by numbers: int32, bool, float32, bfloat16, float16, other integers that fit int32 (int64 waits

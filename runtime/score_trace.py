@@ -1,6 +1,7 @@
 """From a Python function of a pair to its text (codegen/formula.py) and back to tensors.
 
-make_fx traces a function of a score or of a mask, and its graph is translated; `evaluate` computes a text with torch.
+make_fx traces a function of a score or of a mask, and its graph is translated, which takes milliseconds. A function
+like an earlier one is not traced again (trace_cache.py). `evaluate` computes a text with torch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from attnforge.codegen.formula import MAX_TENSORS, Formula
 from attnforge.codegen.formula_program import Program, ScoreError
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
+from attnforge.runtime.trace_cache import TraceCache, describe
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -34,11 +36,16 @@ _NARROWED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int64)  # w
 
 
 _fitting: Any = WeakIdKeyDictionary()  # the versions of int64 tensors whose values fit int32
+_traces = TraceCache()
 
 
 _DETACH = torch.ops.aten.detach
 _DETACHING = (Tensor.detach, torch.detach, _DETACH, _DETACH.default, Tensor.data.__get__)  # type: ignore[attr-defined]
 _DETACHING_IN_PLACE = (Tensor.detach_, torch.detach_, torch.ops.aten.detach_, torch.ops.aten.detach_.default)
+
+
+# What reads values of a captured tensor unnoticed: make_fx refuses operators that do.
+_READING = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.storage)
 
 
 def _detached(x: Tensor) -> Tensor:
@@ -56,12 +63,14 @@ class _Tracing(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.reads_values = False  # without an operator
         self.replaced: list[tuple[Tensor, Tensor]] = []  # (a transform's tensor, the one in its place)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         args, kwargs = tree_map_only(Tensor, self._plain, (args, kwargs or {}))
+        self.reads_values |= func in _READING
         if func in _DETACHING:
             return _detached(args[0])
         if func in _DETACHING_IN_PLACE:
@@ -122,10 +131,7 @@ class _Dividing(TorchDispatchMode):
 def traced(function: ScoreFunction) -> tuple[str, tuple[Tensor, ...]]:
     """(text, captured tensors) of a function (score, b, h, q_idx, kv_idx). Raises ScoreError naming what is wrong."""
     try:
-        translation = _Translation(_graph(function, ScoreMod.leaves), ScoreMod.leaves)
-        torch.compiler.disable(_check_integers)(translation.tensors)
-        tensors = _captured(translation.tensors)
-        text = _text(ScoreMod, function, translation, tensors)
+        text, tensors = _translated(ScoreMod, function, _captured_by_score)
     except ScoreError as error:
         raise ScoreError(f"score: {error}") from None
     ScoreMod(text).gradient  # noqa: B018 - an operation without a derivative is refused here, not in a backward
@@ -150,10 +156,7 @@ def traced_mask(
     Raises ScoreError naming what is wrong.
     """
     try:
-        translation = _Translation(_graph(function, MaskMod.leaves), MaskMod.leaves, fixed or {})
-        torch.compiler.disable(_check_mask)(translation.tensors)
-        tensors = _captured([as_read(x) for x in translation.tensors])
-        text = _text(MaskMod, function, translation, tensors)
+        text, tensors = _translated(MaskMod, function, _captured_by_mask, fixed or {})
     except ScoreError as error:
         raise ScoreError(f"mask_mod: {error}") from None
     with torch.inference_mode(False):  # a later call that is recorded for backward saves them
@@ -161,10 +164,30 @@ def traced_mask(
         return text, tuple(as_read(x) for x in copies)
 
 
-def _graph(function: Callable[..., Tensor], leaves: Sequence[str]) -> GraphModule:
-    """The function's graph, whose placeholders are `leaves`."""
+def _translated(
+    form: type[Formula],
+    function: Callable[..., Tensor],
+    checked: Callable[[Sequence[Tensor]], tuple[Tensor, ...]],
+    fixed: Mapping[str, int] | None = None,
+) -> tuple[str, tuple[Tensor, ...]]:
+    """(text, `checked` of the tensors that it captures) of a function, which is traced if none like it has been."""
+    description = describe(function, form, tuple((fixed or {}).items()))
+    if found := _traces.find(description):
+        text, captured = found
+        return text, checked(captured)
+    graph, reads_values = _graph(function, form.leaves)
+    translation = _Translation(graph, form.leaves, fixed)
+    tensors = checked(translation.tensors)
+    text = _text(form, function, translation, tensors)
+    if not reads_values:
+        _traces.keep(description, text, translation.tensors)
+    return text, tensors
 
-    def trace() -> GraphModule:
+
+def _graph(function: Callable[..., Tensor], leaves: Sequence[str]) -> tuple[GraphModule, bool]:
+    """The function's graph, whose placeholders are `leaves`, and whether it may depend on values of tensors."""
+
+    def trace() -> tuple[GraphModule, bool]:
         _expect_arguments(function, leaves)
         recording = _Tracing()
         # Inside torch.func's transforms new tensors are theirs, and make_fx records constants in their places.
@@ -176,12 +199,12 @@ def _graph(function: Callable[..., Tensor], leaves: Sequence[str]) -> GraphModul
             # make_fx counts the arguments of a function's code, with `self` and those that have defaults.
             graph = make_fx(lambda *indices: function(*indices), tracing_mode="real")(*scalars)
         recording.restore(graph)
-        return graph
+        return graph, recording.reads_values
 
     # Dynamo of torch 2.11 cannot break a graph inside a mode, and leaves the mode on. Not a decorator: disable imports
     # torch._dynamo, which takes a second; make_fx needs it anyway.
     try:
-        graph: GraphModule = torch.compiler.disable(trace)()
+        found: tuple[GraphModule, bool] = torch.compiler.disable(trace)()
     except ScoreError:
         raise
     except Exception as error:  # whatever the function does
@@ -189,7 +212,7 @@ def _graph(function: Callable[..., Tensor], leaves: Sequence[str]) -> GraphModul
         if "_local_scalar_dense" in words or "get value out of a tracing tensor" in words:
             words = "it branches on a tensor, or reads its value; use torch.where, &, | and ~"
         raise ScoreError(f"the function cannot be traced: {words}") from error
-    return graph
+    return found
 
 
 def _expect_arguments(function: Callable[..., Tensor], leaves: Sequence[str]) -> None:
@@ -262,6 +285,16 @@ def dtype_as_read(x: Tensor) -> str:
     if x.dtype == torch.float16:
         return "float32"
     return "int32" if x.dtype in _NARROWED else str(x.dtype).removeprefix("torch.")
+
+
+def _captured_by_score(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    torch.compiler.disable(_check_integers)(tensors)
+    return _captured(tensors)
+
+
+def _captured_by_mask(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    torch.compiler.disable(_check_mask)(tensors)
+    return _captured([as_read(x) for x in tensors])
 
 
 def _captured(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -128,7 +128,7 @@ def score_mod(function: ScoreFunction) -> Score:
 
 
 def as_score(score: Score | ScoreFunction) -> Score:
-    """The argument `score` of attention as a Score. A function is traced, at every call."""
+    """The argument `score` of attention as a Score. A function is traced, unless one like it has been."""
     if isinstance(score, Score):
         return score
     if not callable(score):

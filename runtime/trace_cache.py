@@ -1,0 +1,185 @@
+"""What a Python function is made of, so that one like it need not be traced again.
+
+A function is often made anew for each step, around tensors of this step: `lambda b, h, i, j: ids[i] == ids[j]`. Its
+code, its numbers and the forms of its tensors are those of the one before, so its trace is, too, but for the tensors.
+`describe` says all that a trace can depend on, and finds the tensors; functions that read anything else, such as
+attributes of an object, have no description and are traced every time.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+MOST = 256  # traces that are kept
+MOST_ITEMS = 64  # of a list that is described
+# Packages whose functions give the same for the same arguments: what they hold is not described.
+PACKAGES = frozenset({"builtins", "functools", "math", "operator", "torch"})
+_REVEALING = frozenset(
+    {"__import__", "eval", "exec", "globals", "input", "locals", "open", "vars"}
+)  # builtins
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+Key = tuple[Hashable, ...]
+
+
+class _Other(Exception):
+    """Something that a description cannot tell from others."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """Of a function: equal keys have equal traces, but for `tensors`, those that the function can read."""
+
+    key: Key
+    tensors: tuple[Tensor, ...]
+
+    def places(self, captured: Sequence[Tensor]) -> tuple[int, ...] | None:
+        """Where these tensors are among `tensors`; None if one of them is another, which the function made."""
+        numbers = {id(x): i for i, x in enumerate(self.tensors)}
+        found = [numbers.get(id(x)) for x in captured]
+        return None if None in found else tuple(i for i in found if i is not None)
+
+
+def describe(function: Callable[..., Any], *facts: Hashable) -> Description | None:
+    """The description of a function, for a trace that depends on `facts` as well; None if it has none."""
+    search = _Search()
+    try:
+        key = (facts, _modes(), search.of(function))
+        return Description(key, tuple(search.tensors))
+    except _Other:
+        return None
+
+
+def _modes() -> Key:
+    autocast = tuple(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return torch.get_default_dtype(), torch.is_inference_mode_enabled(), autocast
+
+
+class _Search:
+    """Walks through the values that a function can read, each once."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.met: dict[int, int] = {}  # tensors, functions and lists by id: the order in which they were met
+
+    def of(self, value: object) -> Hashable:
+        """The description of a value. Raises _Other."""
+        if isinstance(value, _PLAIN):
+            if type(value) not in _PLAIN:
+                raise _Other  # a subclass, of which the value is not all
+            return type(value), repr(value)  # True, 1 and 1.0 are equal
+        if id(value) in self.met:
+            return "again", self.met[id(value)]
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, (tuple, list)) and type(value) in (tuple, list) and len(value) <= MOST_ITEMS:
+            self._meet(value)
+            return type(value), tuple(self.of(x) for x in value)
+        if type(value) is partial:
+            keywords = tuple((name, self.of(x)) for name, x in value.keywords.items())
+            return partial, self.of(value.func), self.of(value.args), keywords
+        if _is_known(value):
+            return "known", id(value)  # it lives as long as its package
+        raise _Other
+
+    def _meet(self, value: object) -> None:
+        self.met[id(value)] = len(self.met)
+
+    def _tensor(self, x: Tensor) -> Hashable:
+        if (
+            type(x) not in (Tensor, nn.Parameter)
+            or is_functorch_wrapped_tensor(x)
+            or x.layout != torch.strided
+        ):
+            raise _Other
+        self._meet(x)
+        self.tensors.append(x)
+        return "tensor", x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad, x.is_inference()
+
+    def _function(self, function: FunctionType) -> Hashable:
+        if function.__closure__ is None and _package(function.__module__) in PACKAGES:
+            return "known", id(function)
+        if function.__dict__:
+            raise _Other  # such as __wrapped__, or a counter
+        self._meet(function)
+        code, outside = function.__code__, function.__globals__
+        names = _globals_of(code)
+        if names is None or not _REVEALING.isdisjoint(names - outside.keys()):
+            raise _Other
+        reads = tuple((name, self.of(outside[name])) for name in sorted(names & outside.keys()))
+        try:
+            cells = tuple(self.of(cell.cell_contents) for cell in function.__closure__ or ())
+        except ValueError:  # a variable that has no value yet
+            raise _Other from None
+        defaults = (
+            self.of(function.__defaults__),
+            tuple((name, self.of(x)) for name, x in (function.__kwdefaults__ or {}).items()),
+        )
+        return code, function.__name__, cells, reads, defaults
+
+
+@lru_cache(maxsize=MOST)
+def _globals_of(code: CodeType) -> frozenset[str] | None:
+    """Names of globals and builtins that a code and those of its inner functions use; None if they import others."""
+    names = set()
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME" and _package(step.argval) not in PACKAGES:
+            return None
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
+            names.add(step.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner = _globals_of(constant)
+            if inner is None:
+                return None
+            names |= inner
+    return frozenset(names)
+
+
+def _is_known(value: object) -> bool:
+    """Is it a module, a type or a function of PACKAGES?"""
+    if isinstance(value, ModuleType):
+        return _package(value.__name__) in PACKAGES
+    if isinstance(value, type):
+        return _package(value.__module__) in PACKAGES
+    if isinstance(value, BuiltinFunctionType):  # also methods of objects, such as x.item
+        owner = value.__self__
+        return owner is None or (isinstance(owner, (ModuleType, type)) and _is_known(owner))
+    return False
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+class TraceCache:
+    """Texts of functions by their descriptions, and which of a function's tensors each text reads."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, tuple[str, tuple[int, ...]]] = {}
+
+    def find(self, function: Description | None) -> tuple[str, list[Tensor]] | None:
+        """(text, captured tensors), if a function like this one was kept."""
+        if function is None or (found := self._known.get(function.key)) is None:
+            return None
+        text, places = found
+        return text, [function.tensors[i] for i in places]
+
+    def keep(self, function: Description | None, text: str, captured: Sequence[Tensor]) -> None:
+        """Keep a trace that read no value of a tensor; not if the function made one that it captures."""
+        if function is None or (places := function.places(captured)) is None:
+            return
+        while len(self._known) >= MOST:
+            self._known.pop(next(iter(self._known)), None)
+        self._known[function.key] = text, places
