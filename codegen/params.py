@@ -116,6 +116,9 @@ FIELDS: tuple[Field, ...] = (
         "(mask_planes, tiles_m, 2) slots [x, y) of a cut query tile's pieces; 0 0: whole",
     ),
     Field(
+        "int*", "tile_pieces", "(mask_planes, tiles_n) of a backward: pieces of each list, 0 if it is empty"
+    ),
+    Field(
         "int*",
         "tile_list",
         "(mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs",

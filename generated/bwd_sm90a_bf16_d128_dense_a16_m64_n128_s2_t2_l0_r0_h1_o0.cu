@@ -83,6 +83,7 @@ struct Params {
     unsigned* bits;  // (mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word
     int* tile_count;  // (mask_planes, tiles) visited tiles of each owned tile
     int* tile_order;  // (mask_planes, tiles) owned tiles in launch order, or with lists that are cut, pieces of them
+    int* tile_pieces;  // (mask_planes, tiles_n) of a backward: pieces of each list, 0 if it is empty
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int batch;
     int heads_q;
@@ -605,6 +606,9 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s2_t2_l0_r0_h1_o0_order(const _
         before += their_length > length || (their_length == length && other < tile) ? theirs : 0;
     }
     const int rank = static_cast<int>(sum_of_block(before));
+    if (threadIdx.x == 0) {  // which kernels for heads without a group read, with the same lists
+        p.tile_pieces[blockIdx.x] = counts[tile] > 0 ? pieces : 0;
+    }
     for (int i = threadIdx.x; i < pieces; i += kScheduleThreads) {
         const int begin = min(counts[tile], i * length);
         int* words = order + (rank + i) * 3;
@@ -1092,14 +1096,18 @@ struct Consumer {
     }
 
     // Add dK and dV to dkv_accum, the fp32 sums of the group.
-    __device__ __forceinline__ void epilogue() {
-        accumulator_fence(dk);
-        accumulator_fence(dv);
+    __device__ __forceinline__ void add_to_sums() {
         const long long plane = static_cast<long long>(work.batch) * p.heads_kv + work.head_kv;
         const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
         const int key0 = work.tile * kTileN + group * 64;
         add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
         add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
+    }
+
+    __device__ __forceinline__ void epilogue() {
+        accumulator_fence(dk);
+        accumulator_fence(dv);
+        add_to_sums();
     }
 };
 

@@ -885,14 +885,18 @@ struct Consumer {
     }
 
     // Add dK and dV to dkv_accum, the fp32 sums of the group.
-    __device__ __forceinline__ void epilogue() {
-        accumulator_fence(dk);
-        accumulator_fence(dv);
+    __device__ __forceinline__ void add_to_sums() {
         const long long plane = static_cast<long long>(work.batch) * p.heads_kv + work.head_kv;
         const long long planes = static_cast<long long>(p.batch) * p.heads_kv;
         const int key0 = work.tile * kTileN + group * 64;
         add_dkv(p.dkv_accum + (plane * p.padded_k + key0) * kHeadDim, dk);
         add_dkv(p.dkv_accum + ((planes + plane) * p.padded_k + key0) * kHeadDim, dv);
+    }
+
+    __device__ __forceinline__ void epilogue() {
+        accumulator_fence(dk);
+        accumulator_fence(dv);
+        add_to_sums();
     }
 };
 

@@ -45,7 +45,7 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import PROBLEM_FIELDS, Direction, Mask, Problem, Spec
 from attnforge.runtime.call import Call
-from attnforge.runtime.fitting import DISPENSABLE, replanned, spread_out
+from attnforge.runtime.fitting import DISPENSABLE, replanned, spread_out, without_sums
 from attnforge.runtime.rounds import MANY
 from attnforge.runtime.tables import (
     SAME,
@@ -112,7 +112,7 @@ def choose(call: Call, name: str, places: Iterable[Path] | None = None) -> Itera
             continue
         few = not call.deterministic and call.rounds < offer.entry.rounds
         spread = spread_out(spec, call) if few else spec
-        yield Choice(spread, _reason(offer, spec, spread), offer)
+        yield Choice(without_sums(spread, call.group), _reason(offer, spec, spread), offer)
 
 
 def different(specs: Iterable[Spec], count: int) -> list[Spec]:

@@ -109,7 +109,7 @@ def _offers(call: Call, target: Target) -> Iterator[Choice]:
         for spec in candidates(there.problem, partial(fitting.fits_order, there)):
             count += 1
             reason = f"first feasible of the search space, as no tuned entry fits {_in_words(there.problem)}"
-            yield Choice(spec, reason)
+            yield Choice(fitting.without_sums(spec, call.group), reason)
         if not count:
             log.debug("no %s kernel for %s: %s", arch.value, there.problem, why_infeasible(there.problem))
 

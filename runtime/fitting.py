@@ -4,7 +4,8 @@ An entry was tuned for its own problem and size. For the call, as few of its kno
 
 - `replanned` plans the entry's tuning for the call's problem. Knobs of a backward that are in the way are set to 0
   (`planned`), and sums in a fixed order are left out where they cost more than they did for the entry (`fits_order`);
-- `spread_out` then gives a backward of fewer rounds (runtime/rounds.py) than the entry more blocks that do not wait.
+- `spread_out` then gives a backward of fewer rounds (runtime/rounds.py) than the entry more blocks that do not wait;
+- `without_sums` makes blocks of heads without a group store dK and dV where they can.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ DISPENSABLE = {
     "persistent": "persistent blocks",
     "launch_order": "its order of blocks",
     "staging": "its places of dQ",
+    "stores_dkv": "stores of dK and dV",
 }
 
 
@@ -100,3 +102,18 @@ def spread_out(spec: Spec, call: Call) -> Spec:
         return planned(Spec(spec.problem, make_tuning(spec.problem, knobs | changes)))
     except Infeasible:
         return spec
+
+
+def without_sums(spec: Spec, group: int) -> Spec:
+    """The spec for groups of `group` q heads: for one of 1, blocks store dK and dV (knob `stores_dkv`).
+
+    They share dK and dV of a key tile only where they divide its long list of visits. In larger groups nearly all are
+    sums, and the knob would cost 1.5 % of the time. See docs/experiments.md, 130.
+    """
+    knobs = spec.tuning.to_json()
+    if "stores_dkv" not in knobs:
+        return spec
+    stores = int(group == 1 and spec.problem.mask.listed and spec.tuning.adds_in_any_order)
+    if knobs["stores_dkv"] == stores:
+        return spec
+    return Spec(spec.problem, make_tuning(spec.problem, knobs | {"stores_dkv": stores}))

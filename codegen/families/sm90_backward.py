@@ -77,6 +77,12 @@ class Sm90Backward(Tuning):
         0,
         quiet=True,
     )
+    stores_dkv: int = knob(
+        "k",
+        "1: blocks that compute all of dK and dV of a key tile store them; for heads without a group",
+        0,
+        quiet=True,
+    )
 
 
 # ---- Plan
@@ -113,6 +119,8 @@ def plan(spec: Spec) -> Plan:
     if t.lag and t.stages_dout < 2:
         raise Infeasible("stages_dout 1: must be at least 2 with lag, which uses two tiles of dO at a time")
     _require_knobs(t)
+    if t.stores_dkv and not _cuts_lists(spec):
+        raise Infeasible("stores_dkv: needs split_heads, a mask with lists of tiles, and sums in any order")
     if t.launch_order:
         _require_launch_order(p, t)
     if t.persistent:
@@ -127,8 +135,9 @@ def _require_knobs(t: Sm90Backward) -> None:
     if t.loaders == _loaders(replace(t, loaders=0)):
         raise Infeasible(f"loaders {t.loaders}: is what 0 chooses here; set it to 0")
     require_sections(t.heads_together, t.cache_mb)
-    if t.persistent not in (0, 1):
-        raise Infeasible(f"persistent {t.persistent}: must be 0 or 1")
+    for name in ("persistent", "stores_dkv"):
+        if getattr(t, name) not in (0, 1):
+            raise Infeasible(f"{name} {getattr(t, name)}: must be 0 or 1")
 
 
 def _require_launch_order(p: Problem, t: Sm90Backward) -> None:
@@ -234,6 +243,7 @@ def _plan(spec: Spec, t: Sm90Backward) -> Plan:
         | {
             "type": wgmma_type(spec.problem.dtype),
             "shared_bytes": shared,
+            "half_matrices": _stores(t),  # of dK and dV that TMA stores
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },
@@ -275,11 +285,16 @@ def _shared_bytes(t: Sm90Backward, head_dim: int, held: int, visit: int) -> int:
     return tiles + _buffers_ds(t) * ds_bytes + dq_bytes + held_bytes + t.stages * stat_bytes + 8 * barriers
 
 
+def _stores(t: Sm90Backward) -> bool:
+    """Do blocks store dK and dV? Else they only add to sums."""
+    return not t.split_heads or bool(t.stores_dkv)
+
+
 def _tensor_maps(t: Sm90Backward, head_dim: int) -> tuple[TensorMap, ...]:
     columns = panel_columns(head_dim)
     whole = 1 if head_dim % 16 else head_dim // columns  # a row that is padded must be copied panel by panel
     rows = {"q": t.tile_m, "dout": t.tile_m, "k": t.tile_n, "v": t.tile_n}
-    if not t.split_heads:
+    if _stores(t):
         rows |= {"dk": 64, "dv": 64}
     return tuple(TensorMap(name, columns, count, whole) for name, count in rows.items())
 
@@ -304,7 +319,6 @@ def _constants(t: Sm90Backward, head_dim: int) -> dict[str, int | str]:
         "parted_dq": not t.lag,  # sums of dQ of one consumer lie before those of the other
         "bulk_dq": True,  # dQ is added by bulk copies from shared memory
         "adds_quads": t.split_heads,  # threads add fragments to sums
-        "half_matrices": not t.split_heads,  # of dK and dV that TMA stores
         "keys_in_regs": t.in_regs > 0,
         "scores_by_query": False,  # rows of S are keys
         "gradients_from_ds": False,  # of a score's tensors, but from P and dP

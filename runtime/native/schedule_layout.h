@@ -33,7 +33,7 @@ inline int bit_slots(const Variant& variant, int64_t planes, int64_t visits) {
 
 // Sizes of the tables of a schedule, in ints, in the order of its memory. codegen/params.py documents each.
 struct ScheduleLayout {
-    int64_t tiles, bounds, visit_bits, bits, kv_range, slots, slot_visits, order, lists, taken, counter;
+    int64_t tiles, bounds, visit_bits, bits, kv_range, slots, slot_visits, order, pieces, lists, taken, counter;
 
     ScheduleLayout(const Variant& variant, Params& p) {
         const bool of_keys = variant.bits == MaskBits::kOfKeys;
@@ -47,15 +47,16 @@ struct ScheduleLayout {
         slot_visits = 2 * int64_t{p.bit_slots};
         kv_range = variant.row_groups > 1 ? 8 * tiles : 0;
         slots = variant.cut_lists && !variant.owner_n ? 2 * tiles : 0;
-        const int64_t pieces = variant.owner_n ? int64_t{3} * p.blocks_n : int64_t{4} * p.blocks_m;  // in words
-        order = variant.cut_lists ? p.mask_planes * pieces : tiles;
+        const int64_t words = variant.owner_n ? int64_t{3} * p.blocks_n : int64_t{4} * p.blocks_m;  // of pieces
+        order = variant.cut_lists ? p.mask_planes * words : tiles;
+        pieces = variant.cut_lists && variant.owner_n ? tiles : 0;
         lists = tiles * (1 + p.list_stride * (1 + variant.dq_semaphore + (variant.slot_words > 0)));
         taken = variant.slot_words > 0 ? 1 : 0;
         counter = variant.bounds ? 2 : 0;
     }
 
     int64_t size() const {
-        return bounds + visit_bits + bits + kv_range + slots + slot_visits + order + lists + taken + counter;
+        return bounds + visit_bits + bits + kv_range + slots + slot_visits + order + pieces + lists + taken + counter;
     }
 
     void point(const Variant& variant, Params& p, int* memory) const {
@@ -67,7 +68,8 @@ struct ScheduleLayout {
         p.slot_visits = p.tile_slots + slots;
         p.tile_count = p.slot_visits + slot_visits;
         p.tile_order = p.tile_count + tiles;
-        p.tile_list = p.tile_order + order;
+        p.tile_pieces = p.tile_order + order;
+        p.tile_list = p.tile_pieces + pieces;
         p.dq_order = variant.dq_semaphore ? p.tile_list + tiles * p.list_stride : nullptr;
         p.visit_slots = p.tile_list + tiles * p.list_stride * (1 + variant.dq_semaphore);
         int* const end = memory + size() - counter;

@@ -422,6 +422,7 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     if not specs:
         return specs
     call = case.call(specs[0].problem)
+    specs = [fitting.without_sums(spec, call.group) for spec in specs]
     if call.deterministic:
         first = [choose_for(call, Target(device_name, (call.problem.arch,))).spec]
     else:
@@ -432,7 +433,7 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
         knobs |= {"split_heads": 1 - knobs["split_heads"]}
         with contextlib.suppress(Infeasible):
             twin = fitting.planned(Spec(first[0].problem, make_tuning(first[0].problem, knobs)))
-            first.insert(1, twin)
+            first.insert(1, fitting.without_sums(twin, call.group))
     first = list(dict.fromkeys(first))
     return first + [spec for spec in specs if spec not in first]
 

@@ -51,6 +51,19 @@ BREAKS: dict[str, Break] = {
         "the kernel before",
     ),
 }
+# Of lists that are cut: blocks that store dK and dV, and those that add parts of them.
+SUMS = "sums_dkv(p, work.tile)) {"
+CUT: dict[str, Break] = {
+    "parts are stored": ({SUMS: f"broken != n && {SUMS}"}, "a part of dK or dV is stored"),
+    "a block with all visits adds": (
+        {SUMS: f"(broken == n || {SUMS.removesuffix(' {')}) {{"},
+        "dK or dV is added to sums that nobody reads",
+    ),
+    "K is overwritten while it is read": (
+        {"named_sync(kConsumersDone": "if (broken != n) named_sync(kConsumersDone"},
+        "dQ with a wrong tile",
+    ),
+}
 # Of the bits of partial visits.
 BITS: dict[str, Break] = {
     "the slot of another visit": (

@@ -19,6 +19,7 @@ struct Call {
     int batch, heads_q, heads_kv, tiles_m, tiles_n, seq_k, padded_q, padded_k;
     const float *delta, *dq_accum, *dkv_accum;
     int* tile_counter;  // of persistent blocks, or null
+    const int* tile_pieces;  // (tiles_n) where blocks store dK and dV of some tiles and add those of others, or null
     float scale;
     const int* visits;  // (tiles_n, tiles_m): query tile * 2 + (1 if some pairs are hidden), or -1
 };

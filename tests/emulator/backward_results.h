@@ -107,6 +107,12 @@ void bulk_store(const float* target, unsigned part, int bytes) {
     bulk_reduce(target, part, bytes);
 }
 
+// Does a block store all of dK and dV of a key tile, so that they need no sums?
+static bool stores_all(int key0) {
+    const bool whole = call.tile_pieces == nullptr ? call.dkv_accum == nullptr
+                                                   : call.tile_pieces[key0 / shape.tile_n] == 1;
+    return whole && (call.dkv_accum == nullptr || call.heads_q == call.heads_kv);
+}
 void add_dkv(const float* target, const void* sum) {
     give_way();
     require_before_ended();
@@ -118,6 +124,7 @@ void add_dkv(const float* target, const void* sum) {
     const Rows rows = rows_of(row, plane % planes, call.heads_kv);
     const Rows own{value.keys.row + group_of() * 64, value.keys.head, value.keys.batch};
     require(value.kind == (plane < planes ? kDk : kDv) && rows == own, "dK or dV goes to a wrong place");
+    require(!stores_all(row), "dK or dV is added to sums that nobody reads");
     Fiber* fiber = current;
     ++fiber->adding;
     later([=] {
@@ -153,6 +160,7 @@ void stage_dkv(unsigned part, const void* sum, float factor) {
 void store_tile(const TensorMap& map, unsigned part, int row, int head, int batch) {
     const int kind = map.words[0] == kTensorDk ? kDk : kDv, block = owner_of_sum();
     const Rows rows{row, head, batch};
+    require(stores_all(row), "a part of dK or dV is stored");
     for (int i = 0; i < 8; ++i) {
         const std::vector<Range> ranges = staged_rows(part, i / 2, i % 2);
         const Write found = origin(ranges, part);
@@ -163,6 +171,7 @@ void store_tile(const TensorMap& map, unsigned part, int row, int head, int batc
 }
 void store_no_dkv(const Params&, int key0, int head, int batch) {
     require_before_ended();
+    require(stores_all(key0), "zeros for a part of dK and dV");
     for (int i = 0; threadIdx.x == 0 && i < 16 * shape.consumers; ++i) {
         dkv_sums[{i % 2 ? kDk : kDv, {key0 + i / 16 * 64, head, batch}, i / 2 % 8}].push_back({owner_of_sum(), {}});
     }

@@ -41,7 +41,7 @@ static void require_sums() {
             const std::vector<Sum>& sums = dkv_sums[{kind, {key0, head, batch}, fiber}];
             if (key0 < call.seq_k) {
                 require_each(sums, queries, "dK or dV has not the products of all its visits, each once");
-                require(call.dkv_accum != nullptr || sums.size() == 1, "dK or dV is not stored once");
+                require(!stores_all(key0) || sums.size() == 1, "dK or dV is not stored once");
             }
             require(!shape.deterministic || in_turn(sums), "dK or dV is added to out of turn");
         }

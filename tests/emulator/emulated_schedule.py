@@ -122,7 +122,7 @@ class EmulatedSchedule:
         if self.plan.cut_lists and self.plan.owner == "m":
             shapes |= {"tile_order": (p.blocks_m, 4), "tile_slots": (p.tiles_m, 2)}
         elif self.plan.cut_lists:
-            shapes["tile_order"] = (p.blocks_n, 3)
+            shapes |= {"tile_order": (p.blocks_n, 3), "tile_pieces": (p.tiles_n,)}
         if self.spec.problem.unions:
             shapes["bounds"] = (p.tiles_n, self.spec.problem.intervals, tuning.tile_n, 2)
             shapes = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,16 +53,26 @@ def translate(source: Source) -> str:
     """C++ of all launches but the main one, and of `unseen`."""
     first, *sections = re.split(r"(?=^// ---- )", full_params(source.text), flags=re.MULTILINE)
     kept = [section for section in sections if section.removeprefix("// ---- ").startswith(NEEDED)]
-    text = "".join((first, *kept, zeros(source))).replace("#pragma unroll", "//")
+    found = re.search(r"^__device__ [^;{]* sums_dkv\(.*?^}$", source.text, re.MULTILINE | re.DOTALL)
+    text = "".join((first, found[0] if found else "", *kept, zeros(source))).replace("#pragma unroll", "//")
     text = text.replace("__align__(16)", "__attribute__((aligned(16)))")
     assert "asm" not in text
     helpers = [item for item in source.plan.launches if item.symbol != source.spec.symbol]
     return PRELUDE + text + runs([*helpers, *([] if source.plan.dkv_accum else [unseen(source)])])
 
 
-def make_spec(head_dim: int, *, split: bool = True, deterministic: bool = False, persistent: int = 0) -> Spec:
+def make_spec(
+    head_dim: int,
+    *,
+    split: bool = True,
+    deterministic: bool = False,
+    persistent: int = 0,
+    mask: Mask = Mask.CAUSAL,
+    stores: int = 0,
+) -> Spec:
     tuning = Sm90Backward(64, 128, 3, 2, head_dim < 96, 0, split, deterministic, persistent=persistent)
-    return Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.CAUSAL), tuning)
+    tuning = replace(tuning, stores_dkv=stores)
+    return Spec(Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask), tuning)
 
 
 def fragments(x: Tensor) -> Tensor:
@@ -84,7 +95,8 @@ class Ends:
 
     def __init__(self, spec: Spec, directory: Path) -> None:
         self.emulated = Emulated(spec, directory, translate)
-        plan, d = self.emulated.plan, spec.problem.head_dim
+        self.emulated.plan = plan = replace(self.emulated.plan, schedule=())  # no lists are read
+        d = spec.problem.head_dim
         launches = (*plan.launches, unseen(render(spec)))
         self.launches = {launch.symbol.removeprefix(spec.symbol): launch for launch in launches}
         self.out, self.dout = packed(HEADS_Q, SEQ_Q, d), packed(HEADS_Q, SEQ_Q, d)
@@ -232,3 +244,27 @@ def test_dk_and_dv(ends: Ends) -> None:
     ends.run("_postprocess_dkv")
     assert torch.equal(ends.dk, (exact[0] * ends.params.scale).bfloat16()[:, :, :SEQ_K])
     assert torch.equal(ends.dv, exact[1].bfloat16()[:, :, :SEQ_K])
+
+
+@pytest.mark.parametrize(("head_dim", "cut"), [(64, 3), (128, 2), (64, 0)])  # 0: no visits
+def test_key_tiles_without_sums(head_dim: int, cut: int, tmp_path: Path) -> None:
+    """Where heads have no group, blocks store dK and dV of tiles whose lists are whole: no zeros, no rounding."""
+    ends = Ends(make_spec(head_dim, mask=Mask.SPANS, stores=1), tmp_path)
+    p, d = ends.params, ends.out.shape[3]
+    pieces = torch.tensor([1, cut], dtype=torch.int32)  # of two key tiles
+    p.tile_pieces = pieces.data_ptr()
+    exact = torch.randn(2, BATCH, HEADS_KV, p.padded_k, d)
+    rounded = (exact * torch.tensor([p.scale, 1.0])[:, None, None, None, None]).bfloat16()[..., :SEQ_K, :]
+    for heads_q, first in ((HEADS_KV, 128), (HEADS_Q, 0)):  # `first`: key with sums
+        p.heads_q = heads_q
+        ends.sums_kv.fill_(math.nan)
+        ends.run("_preprocess")
+        assert ends.sums_kv[..., : first * d].isnan().all()
+        assert not ends.sums_kv[..., first * d :].any()
+        ends.sums_kv.copy_(fragments(exact.unflatten(3, (-1, 64))).flatten(3))
+        for x in (ends.dk, ends.dv):
+            x.fill_(7.0)
+        ends.run("_postprocess_dkv")
+        for x, answer in zip((ends.dk, ends.dv), rounded, strict=True):
+            assert (x[:, :, :first] == 7.0).all()
+            assert torch.equal(x[:, :, first:], answer[:, :, first:])

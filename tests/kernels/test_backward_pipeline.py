@@ -22,6 +22,7 @@ from backward_breaks import (
     BITS,
     BREAKS,
     BY_TURNS,
+    CUT,
     LAGGING,
     ORDERED,
     PLAIN,
@@ -89,7 +90,8 @@ extern "C" const char* run(const Params* p, const TensorMaps* maps, int count, c
         .batch = p->batch, .heads_q = p->heads_q, .heads_kv = p->heads_kv, .tiles_m = p->tiles_m,
         .tiles_n = p->tiles_n, .seq_k = p->seq_k, .padded_q = p->padded_q, .padded_k = p->padded_k,
         .delta = p->delta, .dq_accum = p->dq_accum, .dkv_accum = p->dkv_accum,
-        .tile_counter = p->tile_counter, .scale = p->scale, .visits = visits,
+        .tile_counter = p->tile_counter, .tile_pieces = STORES ? p->tile_pieces : nullptr,
+        .scale = p->scale, .visits = visits,
     };
     return run_blocks([] { SYMBOL(*params, *tensor_maps); }, shape, call, count, seed);
 }
@@ -142,6 +144,7 @@ def translate(source: Source, breaks: dict[str, Break]) -> str:
             text = text.replace(old, re.sub(r"\bn\b(?=[ )|])", str(n), new))
     words = {
         "DETERMINISTIC": str(source.plan.dq_semaphore).lower(),
+        "STORES": str(bool(getattr(source.spec.tuning, "stores_dkv", 0))).lower(),
         "SYMBOL": source.spec.symbol,
     }
     return text + re.sub("|".join(words), lambda match: words[match[0]], RUN)
@@ -197,7 +200,7 @@ def cut(starts: list[int], counts: list[int], blocks: int, seed: int) -> list[li
     for tile in starts:
         ends = [*sorted(draw.choices(range(counts[tile] + 1), k=draw.randint(0, 2))), counts[tile]]
         pieces += [[tile, begin, end - begin] for begin, end in zip([0, *ends], ends, strict=False)]
-    return pieces + [[0, 0, 0]] * (blocks - len(pieces))
+    return pieces + [[-1, 0, 0]] * (blocks - len(pieces))
 
 
 def table(*rows: Sequence[int], width: int = 0) -> ctypes.Array[ctypes.c_int]:
@@ -241,11 +244,18 @@ class Simulated:
             "starts": table([0] * p.seq_k),
             "ends": table([0] * p.seq_k),
             "tile_count": table(counts),
-            "tile_order": table(*cut(starts, counts, p.blocks_n, seed)) if plan.cut_lists else table(starts),
+            "tile_order": table(starts),
             "tile_list": table(*visits, width=p.tiles_m),
             "dq_order": table(*number_turns(visits, starts), width=p.tiles_m),
             "dq_semaphore": table([0] * (p.batch * (p.heads_q * p.tiles_m + p.heads_kv * p.tiles_n))),
         }
+        if plan.cut_lists:
+            order = cut(starts, counts, p.blocks_n, seed)
+            tiles = [piece[0] for piece in order]
+            held |= {
+                "tile_order": table(*order),
+                "tile_pieces": table([tiles.count(tile) * bool(counts[tile]) for tile in range(p.tiles_n)]),
+            }
         if plan.tile_counter:
             held["tile_counter"] = table([99])  # until _preprocess has ended
         if plan.slot_words:
@@ -282,6 +292,9 @@ class Simulated:
         hopper(64, Mask.SPANS, 4, 3, 1, 2, 0, 1),
         hopper(128, Mask.CAUSAL, 3, 2, 0, 0, 0, 0),
         hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0),
+        hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, stores_dkv=1),
+        hopper(72, Mask.SPANS, 2, 2, 1, 1, 1, 0, stores_dkv=1),
+        hopper(64, Mask.DENSE, 4, 3, 1, 2, 1, 0, mask_mod=PAIRS, stores_dkv=1),
         hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, loaders=2, heads_together=2),
         hopper(64, Mask.CAUSAL, 4, 2, 0, 2, 1, 0, loaders=2, heads_together=3),
         hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 1, loaders=1, heads_together=2),
@@ -336,6 +349,7 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(spec: Spec, tmp_path: Path) 
         (hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 0, persistent=1), WALKING | WALKING_LAGGING),
         (hopper(96, Mask.CAUSAL, 3, 2, 0, 1, 0, 1, persistent=1), ORDERED | WALKING_ORDERED),
         (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, score=CURVED), SLOPES),
+        (hopper(128, Mask.SPANS, 3, 2, 0, 0, 1, 0, stores_dkv=1), CUT),
         (hopper(128, Mask.DENSE, 3, 2, 0, 0, 1, 0, mask_mod=PAIRS), BITS),
         (hopper(64, Mask.DENSE, 4, 4, 1, 2, 1, 0, mask_mod=PAIRS), BITS),
         (hopper(64, Mask.CAUSAL, 4, 3, 1, 2, 0, 1, launch_order=1), TURNED),
@@ -350,6 +364,7 @@ def test_nothing_hangs_and_every_sum_gets_its_parts(spec: Spec, tmp_path: Path) 
         "lagging persistent",
         "deterministic persistent",
         "curved score",
+        "cut lists",
         "bits",
         "lagging bits",
         "last section turned",

@@ -18,6 +18,7 @@ from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels, ops
+from attnforge.runtime.fitting import without_sums
 from attnforge.runtime.search.reference import reference
 
 TUNING = Sm90Backward(64, 128, 3, 2, False, 0, True, False)
@@ -29,6 +30,7 @@ SHAPES = [
     Shape(65, 129, 128, group=7, batch=2),
     Shape(333, 590, 128, heads_kv=1, group=7),
     Shape(1003, 777, 128, heads_kv=2, group=7, batch=2),
+    Shape(1003, 777, 128, heads_kv=3, batch=2),
 ]
 
 
@@ -85,6 +87,10 @@ def test_the_consumers_compute_every_column_of_dq(head_dim: int) -> None:
         (problem(Mask.FULL), {"in_regs": 1}, "28 more than are available"),
         (problem(Mask.FULL, 64), {"lag": True, "stages_dout": 1}, "stages_dout 1: .* at least 2 with lag"),
         (problem(Mask.DENSE), {"split_heads": False}, "dense mask: needs split_heads"),
+        (problem(Mask.CAUSAL), {"stores_dkv": 1}, "stores_dkv: needs split_heads, a mask with lists"),
+        (problem(Mask.SPANS), {"stores_dkv": 1, "deterministic": True}, "stores_dkv: needs .* any order"),
+        (problem(Mask.SPANS), {"stores_dkv": 1, "split_heads": False}, "stores_dkv: needs split_heads"),
+        (problem(Mask.SPANS), {"stores_dkv": 2}, "stores_dkv 2: must be 0 or 1"),
     ],
 )
 def test_what_it_cannot_do_is_said(where: Problem, changes: dict[str, int], reason: str) -> None:
@@ -93,14 +99,15 @@ def test_what_it_cannot_do_is_said(where: Problem, changes: dict[str, int], reas
 
 
 def ways(mask: Mask) -> list[Spec]:
-    """Of the search space, every way to keep sums, with the buffers that are tried first."""
+    """Of the search space, every way to keep sums, with the buffers tried first, and `without_sums` of each."""
     flags = product((False, True), repeat=2)
     wanted = {replace(TUNING, split_heads=h, deterministic=o) for h, o in flags}
-    return [spec for spec in candidates(problem(mask)) if spec.tuning in wanted]
+    found = [spec for spec in candidates(problem(mask)) if spec.tuning in wanted]
+    return list(dict.fromkeys((*found, *(without_sums(spec, 1) for spec in found))))
 
 
 @pytest.mark.parametrize(
-    ("mask", "count"), [(Mask.FULL, 4), (Mask.CAUSAL, 4), (Mask.SPANS, 4), (Mask.DENSE, 2)]
+    ("mask", "count"), [(Mask.FULL, 4), (Mask.CAUSAL, 4), (Mask.SPANS, 5), (Mask.DENSE, 3)]
 )
 def test_the_space_has_every_way_to_keep_sums(mask: Mask, count: int) -> None:
     specs = ways(mask)
@@ -109,13 +116,18 @@ def test_the_space_has_every_way_to_keep_sums(mask: Mask, count: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mask", [Mask.SPANS, Mask.DENSE], ids=lambda mask: mask.value)
-def test_a_key_that_all_queries_see(mask: Mask) -> None:
-    """Key tiles with far more visits than others, which several blocks share, against float64."""
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize(("mask", "planes"), [(Mask.SPANS, False), (Mask.DENSE, False), (Mask.DENSE, True)])
+def test_a_key_that_all_queries_see(mask: Mask, planes: bool, group: int) -> None:
+    """Key tiles with far more visits than others, which several blocks share, against float64.
+
+    Others have a block for each q head, which stores dK and dV if heads have no group. `planes`: other keys for each
+    head.
+    """
     device = torch.device("cuda")
     if kernels.target(device) is not Arch.SM90A:
         pytest.skip("wgmma is Hopper's")
-    shape = Shape(8200, 8200, 128, heads_kv=2, group=2)
+    shape = Shape(8200, 8200, 128, heads_kv=2, group=group)
     x = draw(shape, torch.bfloat16, "cuda")
     q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
     starts = torch.arange(shape.seq_k, dtype=torch.int32, device=device)
@@ -124,7 +136,9 @@ def test_a_key_that_all_queries_see(mask: Mask) -> None:
         starts[key], ends[key] = 0, shape.seq_q
     visible: attnforge.Spans | attnforge.DenseMask = attnforge.Spans(starts, ends)
     if mask is Mask.DENSE:
-        visible = attnforge.DenseMask(visible.visible(shape.seq_q, shape.seq_k).to(device))
+        pairs = visible.visible(shape.seq_q, shape.seq_k).to(device)
+        shifted = [pairs.roll(1000 * head, 1) for head in range(shape.heads_kv * group if planes else 1)]
+        visible = attnforge.DenseMask(torch.stack(shifted)[None])
     exact = reference(q, k, v, visible, dout=x.dout)
     out, lse = ops.forward(q, k, v, visible)
     cut = [spec for spec in ways(mask) if make_plan(spec).cut_lists]

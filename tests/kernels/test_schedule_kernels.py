@@ -134,7 +134,11 @@ def check(schedule: EmulatedSchedule, tables: dict[str, Tensor], visible: Tensor
         forward = plan.owner == "m"
         expected = pieces(visits.sum(1).tolist(), slots=forward)
         assert tables["tile_order"].tolist() == expected
-        for tile in range(visits.shape[0] if forward else 0):
+        owners = [owner for owner, *_ in expected]
+        for tile in range(visits.shape[0]):
+            if not forward:
+                assert tables["tile_pieces"][tile] == owners.count(tile) * bool(visits[tile].any())
+                continue
             used = [slot for owner, _, _, slot in expected if owner == tile and slot >= 0]
             assert tables["tile_slots"][tile].tolist() == ([used[0], used[-1] + 1] if used else [0, 0])
     elif plan.descending:

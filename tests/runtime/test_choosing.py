@@ -27,6 +27,7 @@ from tuned_entries import (
 )
 
 from attnforge.codegen.families import make_plan
+from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -368,6 +369,18 @@ def test_small_backwards_have_more_blocks_that_do_not_wait(
     assert {name: getattr(spec.tuning, name) for name in expected} == expected
     assert (choosing.FEW_TILES in reason) != expected["deterministic"]
     make_plan(spec)
+
+
+@pytest.mark.parametrize(("group", "stores"), [(1, 1), (7, 0)])
+def test_heads_without_a_group_store_dk_and_dv(group: int, stores: int, tmp_path: Path) -> None:
+    """With the kernel of an entry that adds them for groups, and with one of the search space."""
+    problem = replace(BACKWARD, head_dim=64, mask=Mask.SPANS)
+    spec = Spec(problem, Sm90Backward(64, 128, 3, 2, False, 1, True, False))
+    tables.save(H200, [Tuned(spec, 7, 4096, 1.0, 100.0, visible_keys=500)], tmp_path)
+    call = Call(problem, group, 4096, visible_keys=500)
+    choice = next(choosing.choose(call, H200, [tmp_path]))
+    assert choice.spec.problem == problem
+    assert choice.spec.tuning.to_json() == spec.tuning.to_json() | {"stores_dkv": stores}
 
 
 def test_a_small_deterministic_call_keeps_its_order(tmp_path: Path) -> None:

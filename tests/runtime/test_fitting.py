@@ -81,3 +81,32 @@ def test_deterministic_sums_of_wide_blocks_are_left_out(pair: bool) -> None:
     )
     assert fitting.replanned(call, entry).tuning == replace(plain, staging=2)
     assert fitting.replanned(replace(call, deterministic=True), entry).tuning == tuning
+
+
+@pytest.mark.parametrize(
+    ("mask", "group", "knobs", "stores"),
+    [
+        (Mask.SPANS, 1, {}, 1),
+        (Mask.SPANS, 7, {}, 0),
+        (Mask.SPANS, 7, {"stores_dkv": 1}, 0),
+        (Mask.DENSE, 1, {}, 1),
+        (Mask.CAUSAL, 1, {}, 0),  # has no lists that could be cut
+        (Mask.SPANS, 1, {"split_heads": False}, 0),
+        (Mask.SPANS, 1, {"deterministic": True}, 0),
+    ],
+)
+def test_heads_without_a_group_need_no_sums(
+    mask: Mask, group: int, knobs: dict[str, int], stores: int
+) -> None:
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=mask)
+    tuning = replace(Sm90Backward(64, 128, 3, 2, False, 1, True, False), **knobs)  # type: ignore[arg-type]
+    found = fitting.without_sums(Spec(problem, tuning), group)
+    assert found.tuning == replace(tuning, stores_dkv=stores)
+    assert fitting.planned(found) == found
+
+
+def test_other_families_have_no_such_choice() -> None:
+    wide = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=192, mask=Mask.SPANS)
+    for problem in (HOPPER, wide, replace(wide, arch=Arch.SM80, head_dim=64)):
+        spec = next(candidates(problem))
+        assert fitting.without_sums(spec, 1) is spec

@@ -167,6 +167,7 @@ def test_tables_of_a_schedule_with_bits(
         "slot_visits": 2 * found,
         "tile_count": tiles,
         "tile_order": tiles * (4 if forward else 3),
+        "tile_pieces": 0 if forward else tiles,
         "tile_list": tiles * visited,
         "visit_slots": tiles * visited,
         "slots_taken": 1,

@@ -67,7 +67,7 @@ static void print_layout(const Variant& variant, int planes, int64_t bytes_of_bi
     alignas(16) static int memory[1];
     layout.point(variant, p, memory);
     const int* const tables[] = {reinterpret_cast<int*>(p.visit_bits), p.kv_range, p.tile_slots, p.slot_visits,
-                                 p.tile_count, p.tile_order, p.tile_list, p.visit_slots, p.slots_taken,
+                                 p.tile_count, p.tile_order, p.tile_pieces, p.tile_list, p.visit_slots, p.slots_taken,
                                  memory + layout.size()};
     for (const int* table : tables) {
         std::printf("%ld ", static_cast<long>(table - memory));
