@@ -11,7 +11,6 @@ relative to its RMS.
 from __future__ import annotations
 
 import argparse
-import importlib
 import time
 from collections.abc import Callable
 from itertools import product
@@ -51,13 +50,12 @@ def sdpa(backend: SDPBackend) -> Call:
 
 
 def flash_attention_3() -> Call:
-    function = importlib.import_module(fa3.MODULE).flash_attn_func
+    operators = fa3.operators()
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         x = (y.transpose(1, 2) for y in (q, k, v))
-        out = function(*x, num_splits=0)  # as many as it deems best
-        first: Tensor = out[0] if isinstance(out, tuple) else out
-        return first.transpose(1, 2)
+        out: Tensor = operators.fwd(*x, num_splits=0)[0]  # as many as it deems best
+        return out.transpose(1, 2)
 
     return call
 

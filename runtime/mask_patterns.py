@@ -31,7 +31,7 @@ Vector = npt.NDArray[np.int64]
 
 P = ParamSpec("P")
 
-UNEVEN = 16  # times the mean queries of a key: a key that more see is one of few that nearly all see
+UNEVEN = 8  # times the mean queries of a key: a key that more see is one of few that nearly all see
 
 
 def _on_host(function: Callable[P, Spans]) -> Callable[P, Spans]:

@@ -73,7 +73,7 @@ inline unsigned blocks_of(const Launch& launch, const Params& params, int multip
 constexpr int kCombineWarps = 8;  // of a block of _combine (codegen/families/limits.py: COMBINE_THREADS)
 
 // What a range costs beside its key tiles, in key tiles: its rows of q, a pipeline that fills and drains, its results.
-constexpr int64_t kTilesBeside = 3;
+constexpr int64_t kTilesBeside = 8;
 
 // Chooses how many ranges a variant that can do so splits the keys into. Others have 0. Blocks run in rounds of as many
 // as the device holds, all of about the same length. For each number of rounds, the ranges that fill them are
