@@ -1,14 +1,16 @@
-"""What a Python function is made of, so that one like it need not be traced again.
+"""A cache of traces of Python functions of masks and scores.
 
-A function is often made anew for each step, around tensors of this step: `lambda b, h, i, j: ids[i] == ids[j]`. Its
-code, its numbers and the forms of its tensors are those of the one before, so its trace is, too, but for the tensors.
-`describe` says all that a trace can depend on, and finds the tensors; functions that read anything else, such as
-attributes of an object, have no description and are traced every time.
+Such a function is often made anew for each step, around tensors of this step: `lambda b, h, i, j: ids[i] == ids[j]`.
+`describe` gives a key of everything that its trace can depend on: its code, numbers, functions that it calls, and
+dtypes, shapes and strides of tensors, but not their values. A function with a known key is not traced again; its text
+is that of the earlier function, and its own tensors take the places of the other's. A function that reads anything
+else, such as attributes of an object, has no key and is traced every time.
 """
 
 from __future__ import annotations
 
 import dis
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -21,41 +23,40 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 MOST = 256  # traces that are kept
 MOST_ITEMS = 64  # of a list that is described
-# Packages whose functions give the same for the same arguments: what they hold is not described.
+# Packages whose functions give the same results for the same arguments, so that they need no description.
 PACKAGES = frozenset({"builtins", "functools", "math", "operator", "torch"})
-_REVEALING = frozenset(
-    {"__import__", "eval", "exec", "globals", "input", "locals", "open", "vars"}
-)  # builtins
+# Builtins by which a function can read what its code does not name.
+_REVEALING = frozenset({"__import__", "eval", "exec", "globals", "input", "locals", "open", "vars"})
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 Key = tuple[Hashable, ...]
 
 
-class _Other(Exception):
-    """Something that a description cannot tell from others."""
+class _Indescribable(Exception):
+    """A value of which a key cannot say everything that a function may read of it."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """Of a function: equal keys have equal traces, but for `tensors`, those that the function can read."""
+    """A function's key, and the tensors that it can read in the order in which the key names them."""
 
     key: Key
     tensors: tuple[Tensor, ...]
 
     def places(self, captured: Sequence[Tensor]) -> tuple[int, ...] | None:
-        """Where these tensors are among `tensors`; None if one of them is another, which the function made."""
+        """Positions of `captured` in `tensors`; None if one is not there, because the function made it."""
         numbers = {id(x): i for i, x in enumerate(self.tensors)}
         found = [numbers.get(id(x)) for x in captured]
         return None if None in found else tuple(i for i in found if i is not None)
 
 
 def describe(function: Callable[..., Any], *facts: Hashable) -> Description | None:
-    """The description of a function, for a trace that depends on `facts` as well; None if it has none."""
+    """The description of a function whose trace also depends on `facts`; None for one without a key."""
     search = _Search()
     try:
         key = (facts, _modes(), search.of(function))
         return Description(key, tuple(search.tensors))
-    except _Other:
+    except _Indescribable:
         return None
 
 
@@ -72,10 +73,10 @@ class _Search:
         self.met: dict[int, int] = {}  # tensors, functions and lists by id: the order in which they were met
 
     def of(self, value: object) -> Hashable:
-        """The description of a value. Raises _Other."""
+        """The description of a value. Raises _Indescribable."""
         if isinstance(value, _PLAIN):
             if type(value) not in _PLAIN:
-                raise _Other  # a subclass, of which the value is not all
+                raise _Indescribable  # a subclass, of which the value is not all
             return type(value), repr(value)  # True, 1 and 1.0 are equal
         if id(value) in self.met:
             return "again", self.met[id(value)]
@@ -91,7 +92,7 @@ class _Search:
             return partial, self.of(value.func), self.of(value.args), keywords
         if _is_known(value):
             return "known", id(value)  # it lives as long as its package
-        raise _Other
+        raise _Indescribable
 
     def _meet(self, value: object) -> None:
         self.met[id(value)] = len(self.met)
@@ -102,7 +103,7 @@ class _Search:
             or is_functorch_wrapped_tensor(x)
             or x.layout != torch.strided
         ):
-            raise _Other
+            raise _Indescribable
         self._meet(x)
         self.tensors.append(x)
         return "tensor", x.dtype, x.device, tuple(x.shape), x.stride(), x.requires_grad, x.is_inference()
@@ -111,17 +112,17 @@ class _Search:
         if function.__closure__ is None and _package(function.__module__) in PACKAGES:
             return "known", id(function)
         if function.__dict__:
-            raise _Other  # such as __wrapped__, or a counter
+            raise _Indescribable  # such as __wrapped__, or a counter
         self._meet(function)
         code, outside = function.__code__, function.__globals__
         names = _globals_of(code)
         if names is None or not _REVEALING.isdisjoint(names - outside.keys()):
-            raise _Other
+            raise _Indescribable
         reads = tuple((name, self.of(outside[name])) for name in sorted(names & outside.keys()))
         try:
             cells = tuple(self.of(cell.cell_contents) for cell in function.__closure__ or ())
         except ValueError:  # a variable that has no value yet
-            raise _Other from None
+            raise _Indescribable from None
         defaults = (
             self.of(function.__defaults__),
             tuple((name, self.of(x)) for name, x in (function.__kwdefaults__ or {}).items()),
@@ -164,22 +165,24 @@ def _package(module: str | None) -> str:
 
 
 class TraceCache:
-    """Texts of functions by their descriptions, and which of a function's tensors each text reads."""
+    """Texts of functions by their keys, with the positions of the tensors that each text reads."""
 
     def __init__(self) -> None:
         self._known: dict[Key, tuple[str, tuple[int, ...]]] = {}
+        self._lock = threading.Lock()  # of writers
 
     def find(self, function: Description | None) -> tuple[str, list[Tensor]] | None:
-        """(text, captured tensors), if a function like this one was kept."""
+        """(text, captured tensors) of a function whose key is known, else None."""
         if function is None or (found := self._known.get(function.key)) is None:
             return None
         text, places = found
         return text, [function.tensors[i] for i in places]
 
     def keep(self, function: Description | None, text: str, captured: Sequence[Tensor]) -> None:
-        """Keep a trace that read no value of a tensor; not if the function made one that it captures."""
+        """Keep the text of a function that read no values of tensors, unless it captures one that it made."""
         if function is None or (places := function.places(captured)) is None:
             return
-        while len(self._known) >= MOST:
-            self._known.pop(next(iter(self._known)), None)
-        self._known[function.key] = text, places
+        with self._lock:
+            while len(self._known) >= MOST:
+                self._known.pop(next(iter(self._known)))
+            self._known[function.key] = text, places

@@ -21,7 +21,6 @@ from attnforge.runtime.score_trace import traced, traced_mask
 from attnforge.runtime.trace_cache import MOST, TraceCache, describe
 
 WINDOW = 100
-TABLE = torch.arange(6, dtype=torch.float32)
 
 
 @pytest.fixture
