@@ -132,13 +132,21 @@ class _Search:
 
 @lru_cache(maxsize=MOST)
 def _globals_of(code: CodeType) -> frozenset[str] | None:
-    """Names of globals and builtins that a code and those of its inner functions use; None if they import others."""
+    """Names of globals and builtins that a code and its inner functions read.
+
+    None if they import from other packages, or assign variables outside of the function, which a trace does once.
+    """
     names = set()
     for step in dis.get_instructions(code):
-        if step.opname == "IMPORT_NAME" and _package(step.argval) not in PACKAGES:
-            return None
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
-            names.add(step.argval)
+        match step.opname:
+            case "IMPORT_NAME" if _package(step.argval) not in PACKAGES:
+                return None
+            case "STORE_GLOBAL" | "DELETE_GLOBAL":
+                return None
+            case "STORE_DEREF" | "DELETE_DEREF" if step.argval in code.co_freevars:
+                return None
+            case "LOAD_GLOBAL" | "LOAD_NAME" | "LOAD_FROM_DICT_OR_GLOBALS":
+                names.add(step.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             inner = _globals_of(constant)

@@ -216,6 +216,18 @@ def test_what_has_no_description() -> None:
     def marked(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return i < j
 
+    def assigns(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        global WINDOW
+        WINDOW = 100
+        return i < j
+
+    last = None
+
+    def remembers(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        nonlocal last
+        last = i
+        return i < j
+
     marked.__dict__["keys"] = 3
     x = torch.zeros(3)
     endless: list[Any] = []
@@ -226,6 +238,8 @@ def test_what_has_no_description() -> None:
         "a method": Window().method,
         "callable": Window(),
         "imports": imports,
+        "assigns a global": assigns,
+        "assigns a variable": remembers,
         "globals": lambda b, h, i, j: i - j < globals()["WINDOW"],
         "attributes": marked,
         "a tensor's method": partial(x.add, 1),
