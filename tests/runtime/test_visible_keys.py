@@ -91,6 +91,16 @@ def test_copies_say_the_same() -> None:
     assert [local_plain(causal, *shard, CPU).visible_keys_rounded for causal in (True, False)] == [4, 8]
 
 
+@pytest.mark.parametrize(("length", "sign"), [(960, 1), (968, -1)])
+def test_a_key_that_eight_times_as_many_queries_see_makes_a_mask_uneven(length: int, sign: int) -> None:
+    """The first key is seen by all queries, others by 128 at most: 7.97 and 8.03 times the mean."""
+    mask = attnforge.masks.window_with_sinks(length, length, 127, 0, 1, CPU)
+    lengths = (mask.ends - mask.starts).double()
+    assert (lengths.max() > 8 * lengths.mean()) == (sign < 0)
+    assert mask.visible_keys is not None
+    assert mask.visible_keys * sign > 0
+
+
 def test_masks_that_were_counted_anyway() -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 

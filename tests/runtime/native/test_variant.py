@@ -50,7 +50,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(
-    program: Path, text: str, multiprocessors: int = 132, *more: int, queries: int = 6
+    program: Path, text: str, multiprocessors: int = 132, *more: int, queries: int | str = 6
 ) -> tuple[int, list[str]]:
     """(exit status, lines printed)."""
     path = program.with_name("description")
@@ -127,6 +127,14 @@ def test_ranges_of_keys_fill_the_device(
     spec = next(splitting(Problem(Direction.FORWARD, Arch.SM90, DType.BFLOAT16, 128, Mask.FULL), 16))
     lines = read(program, variant.describe(render(spec)), multiprocessors)[1]
     assert lines[1:-1] == [f"{spec.symbol} {blocks}", f"{spec.symbol}_combine {combining}"]
+
+
+@pytest.mark.parametrize(("tiles_n", "ranges"), [(24, 1), (27, 3)])
+def test_a_round_of_blocks_costs_eight_key_tiles(program: Path, tiles_n: int, ranges: int) -> None:
+    """13 queries of 5 heads are 5 tiles of 16 rows for 8 blocks: one round of 1 range each, or two of 3."""
+    spec = next(splitting(Problem(Direction.FORWARD, Arch.SM90, DType.BFLOAT16, 128, Mask.FULL), 16))
+    lines = read(program, variant.describe(render(spec)), 4, queries=f"13:{tiles_n}")[1]
+    assert lines[1] == f"{spec.symbol} {5 * ranges}"
 
 
 def test_packed_rows_that_an_int_cannot_number_are_refused(program: Path) -> None:

@@ -83,7 +83,9 @@ int main(int count, char** arguments) {
         std::printf("%s %d %ld %ld\n", variant.name.c_str(), variant.backward, variant.tile_m, variant.row_groups);
         Params p{};
         p.batch = 1, p.heads_q = 5, p.heads_kv = 1, p.tiles_m = 7, p.tiles_n = 3, p.mask_planes = 1, p.scale = 0.5F;
-        p.seq_q = std::stoi(arguments[3]);
+        const std::string queries = arguments[3];  // or "queries:tiles_n"
+        p.seq_q = std::stoi(queries);
+        p.tiles_n = queries.find(':') == std::string::npos ? p.tiles_n : std::stoi(queries.substr(queries.find(':') + 1));
         set_kv_splits(variant, std::stoi(arguments[2]), p);
         p.q = {reinterpret_cast<void*>(uintptr_t{4096}), 11, 12, 13};
         for (const Launch& launch : variant.launches) {
