@@ -15,6 +15,7 @@ from attnforge.bagel.measure.cases import make_case
 from attnforge.codegen.families import RetiredKnob, make_plan, make_tuning, spec_from_json
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
+from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime import kernels
 from attnforge.runtime.search.worker import Bench
@@ -55,6 +56,7 @@ VARIANTS = [
     ("bwd", Mask.CAUSAL, {"deterministic": 1, "launch_order": 3, "heads_together": 8}),
     ("bwd", Mask.SPANS, {"deterministic": 1, "launch_order": 3, "heads_together": 16}),
     ("bwd", Mask.SPANS, {"deterministic": 1, "split_heads": 0, "launch_order": 4, "heads_together": 4}),
+    ("bwd", Mask.SPANS, {"stores_dkv": 1}),
 ]
 # (head_dim, mask, knobs) of persistent blocks
 WALKS = [
@@ -68,6 +70,18 @@ WALKS = [
     (64, Mask.SPANS, {"stages": 4, "stages_dout": 3, "in_regs": 2, "lag": 1}),
     (64, Mask.SPANS, {"stages": 4, "stages_dout": 3, "in_regs": 2, "lag": 1, "deterministic": 1}),
 ]
+# (head_dim, mask, knobs) of backwards that store dK and dV of some key tiles and add those of others
+STORES = [
+    (128, Mask.SPANS, {}),
+    (96, Mask.DENSE, {"in_regs": 1, "stages": 4}),
+    (72, Mask.DENSE, {"in_regs": 1, "stages": 4, "lag": 1}),
+    (64, Mask.SPANS, {"in_regs": 2, "stages": 4, "lag": 1}),
+]
+SCORES = (
+    "",
+    "softcap: 50.0 * tanh(score / 50.0)",
+    "alibi(t0: float32[1] grad): score - t0[h] * abs(q_idx - kv_idx)",
+)
 # (head_dim, dim_v, mask, knobs) of forwards of wide heads
 LONG = [
     (256, 0, Mask.CAUSAL, {"tile_m": 128, "tile_n": 80, "stages": 2, "k_ahead": 1}),
@@ -123,6 +137,23 @@ def test_persistent_backwards_compile_cleanly(quick: bool, nvcc: None, tmp_path:
     assert not any(used["spill_bytes"] for used in resources.values()), resources
 
 
+def stores_of(head_dim: int, mask: Mask, values: dict[str, int], score: str = "") -> Spec:
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, score=ScoreMod(score))
+    return Spec(problem, make_tuning(problem, BACKWARD | {"stores_dkv": 1} | values))
+
+
+@pytest.mark.nvcc
+@quickly
+def test_backwards_that_store_dkv_compile_cleanly(quick: bool, nvcc: None, tmp_path: Path) -> None:
+    specs = [
+        stores_of(*each, score)
+        for each in part(STORES, quick, knobs_apart)
+        for score in (SCORES if each[1] is Mask.SPANS else SCORES[:1])
+    ]
+    log = check_resources([render(spec) for spec in specs], tmp_path)
+    assert not SERIALISED.search(log), log
+
+
 def long_of(head_dim: int, dim_v: int, mask: Mask, values: dict[str, int]) -> Spec:
     problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, dim_v=dim_v)
     return Spec(problem, make_tuning(problem, FORWARD | values))
@@ -169,6 +200,21 @@ def test_results_of_persistent_backwards(
     case = make_case(name, f"{heads}/{head_dim}", DType.BFLOAT16, device)
     bench = Bench(case, Direction.BACKWARD)
     assert len(list(bench.verify(kernels.load(spec, device)))) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "mask", "values"), STORES, ids=str)
+@pytest.mark.parametrize("heads", ["4/4", "6/2"])
+def test_results_of_backwards_that_store_dkv(
+    head_dim: int, mask: Mask, values: dict[str, int], heads: str
+) -> None:
+    """Heads without a group, for which it is, and with one, whose dK and dV are all sums."""
+    device, spec = torch.device("cuda"), stores_of(head_dim, mask, values)
+    if kernels.target(device) is not Arch.SM90A:
+        pytest.skip("runs on Hopper only")
+    pack = "finetune/0" if mask is Mask.SPANS else "blocks/0.5/1000"
+    case = make_case(pack, f"{heads}/{head_dim}", DType.BFLOAT16, device)
+    assert len(list(Bench(case, Direction.BACKWARD).verify(kernels.load(spec, device)))) == 2
 
 
 @pytest.mark.gpu
