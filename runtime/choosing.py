@@ -83,6 +83,7 @@ UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry wi
 # causal call, whose visible keys change with it.
 CONVERTED = 6
 FEW_TILES = "changed for fewer rounds of work tiles, not measured"  # ends the reason of a choice
+NO_SUMS, SUMS = "heads without a group store dK and dV", "heads in groups sum dK and dV"  # likewise
 DEPTH = 16  # columns of a step of a product; rows are padded to a multiple of it
 WIDER = 2  # times as wide may the rows of an entry be that stands in for a head_dim without entries
 
@@ -112,7 +113,11 @@ def choose(call: Call, name: str, places: Iterable[Path] | None = None) -> Itera
             continue
         few = not call.deterministic and call.rounds < offer.entry.rounds
         spread = spread_out(spec, call) if few else spec
-        yield Choice(without_sums(spread, call.group), _reason(offer, spec, spread), offer)
+        fitted = without_sums(spread, call.group)
+        reason = _reason(offer, spec, spread)
+        if fitted is not spread:
+            reason += f"; {NO_SUMS if call.group == 1 else SUMS}"
+        yield Choice(fitted, reason, offer)
 
 
 def different(specs: Iterable[Spec], count: int) -> list[Spec]:

@@ -371,16 +371,29 @@ def test_small_backwards_have_more_blocks_that_do_not_wait(
     make_plan(spec)
 
 
-@pytest.mark.parametrize(("group", "stores"), [(1, 1), (7, 0)])
-def test_heads_without_a_group_store_dk_and_dv(group: int, stores: int, tmp_path: Path) -> None:
-    """With the kernel of an entry that adds them for groups, and with one of the search space."""
+@pytest.mark.parametrize(
+    ("entry_group", "entry_stores", "group", "stores", "said"),
+    [
+        (7, 0, 7, 0, None),
+        (7, 0, 1, 1, choosing.NO_SUMS),
+        (1, 1, 1, 1, None),
+        (1, 1, 7, 0, choosing.SUMS),
+    ],
+)
+def test_heads_without_a_group_store_dk_and_dv(
+    entry_group: int, entry_stores: int, group: int, stores: int, said: str | None, tmp_path: Path
+) -> None:
+    """Whatever the heads of the entry; the reason says so where the knob changes."""
     problem = replace(BACKWARD, head_dim=64, mask=Mask.SPANS)
-    spec = Spec(problem, Sm90Backward(64, 128, 3, 2, False, 1, True, False))
-    tables.save(H200, [Tuned(spec, 7, 4096, 1.0, 100.0, visible_keys=500)], tmp_path)
-    call = Call(problem, group, 4096, visible_keys=500)
-    choice = next(choosing.choose(call, H200, [tmp_path]))
-    assert choice.spec.problem == problem
-    assert choice.spec.tuning.to_json() == spec.tuning.to_json() | {"stores_dkv": stores}
+    tuning = Sm90Backward(64, 128, 3, 2, False, 1, True, False, stores_dkv=entry_stores)
+    tables.save(
+        H200, [Tuned(Spec(problem, tuning), entry_group, 4096, 1.0, 100.0, visible_keys=500)], tmp_path
+    )
+    choice = next(choosing.choose(Call(problem, group, 4096, visible_keys=500), H200, [tmp_path]))
+    assert choice.spec == Spec(problem, replace(tuning, stores_dkv=stores))
+    assert [text for text in (choosing.NO_SUMS, choosing.SUMS) if text in choice.reason] == (
+        [said] if said else []
+    )
 
 
 def test_a_small_deterministic_call_keeps_its_order(tmp_path: Path) -> None:
