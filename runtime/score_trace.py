@@ -10,6 +10,7 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from attnforge.codegen.formula import MAX_TENSORS, Formula
 from attnforge.codegen.formula_program import Program, ScoreError
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
-from attnforge.runtime.trace_cache import TraceCache, describe
+from attnforge.runtime.trace_cache import MOST, TraceCache, describe
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -63,7 +64,7 @@ class _Tracing(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads_values = False  # without an operator
+        self.reads_values = False  # of a tensor, without an operator
         self.replaced: list[tuple[Tensor, Tensor]] = []  # (a transform's tensor, the one in its place)
 
     def __torch_function__(
@@ -134,8 +135,14 @@ def traced(function: ScoreFunction) -> tuple[str, tuple[Tensor, ...]]:
         text, tensors = _translated(ScoreMod, function, _captured_by_score)
     except ScoreError as error:
         raise ScoreError(f"score: {error}") from None
-    ScoreMod(text).gradient  # noqa: B018 - an operation without a derivative is refused here, not in a backward
+    _require_derivative(text)
     return text, tensors
+
+
+@lru_cache(maxsize=MOST)
+def _require_derivative(text: str) -> None:
+    """ScoreError for a score with an operation that has none, here and not in a backward."""
+    ScoreMod(text).gradient  # noqa: B018
 
 
 def wants_gradients(score: str) -> bool:

@@ -179,18 +179,18 @@ class TraceCache:
         self._known: dict[Key, tuple[str, tuple[int, ...]]] = {}
         self._lock = threading.Lock()  # of writers
 
-    def find(self, function: Description | None) -> tuple[str, list[Tensor]] | None:
+    def find(self, description: Description | None) -> tuple[str, list[Tensor]] | None:
         """(text, captured tensors) of a function whose key is known, else None."""
-        if function is None or (found := self._known.get(function.key)) is None:
+        if description is None or (found := self._known.get(description.key)) is None:
             return None
         text, places = found
-        return text, [function.tensors[i] for i in places]
+        return text, [description.tensors[i] for i in places]
 
-    def keep(self, function: Description | None, text: str, captured: Sequence[Tensor]) -> None:
-        """Keep the text of a function that read no values of tensors, unless it captures one that it made."""
-        if function is None or (places := function.places(captured)) is None:
+    def keep(self, description: Description | None, text: str, captured: Sequence[Tensor]) -> None:
+        """Keep the text of a function that reads no values of tensors, unless it captures one that it made."""
+        if description is None or (places := description.places(captured)) is None:
             return
         with self._lock:
             while len(self._known) >= MOST:
                 self._known.pop(next(iter(self._known)))
-            self._known[function.key] = text, places
+            self._known[description.key] = text, places
