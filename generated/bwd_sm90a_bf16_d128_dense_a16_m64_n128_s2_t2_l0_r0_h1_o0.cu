@@ -575,14 +575,19 @@ __device__ __forceinline__ long long sum_of_block(long long mine) {
     return sum;
 }
 
-// Into how many pieces a list of `visits` is cut, so that none has more than `most`; one piece if it is empty.
-__device__ __forceinline__ int pieces_of(int visits, int most) { return max(1, (visits + most - 1) / most); }
+constexpr int kLeastVisits = 16;  // that are worth a block, which loads K and V and adds dK and dV to memory
+constexpr int kMostPieces = 32;  // of a list: their blocks add to the same memory
+
+// Into how many pieces a list of `visits` is cut, so that none has more than `most` or there are kMostPieces; one piece
+// if it is empty.
+__device__ __forceinline__ int pieces_of(int visits, int most) {
+    return min(kMostPieces, max(1, (visits + most - 1) / most));
+}
 
 // One block per owned tile and plane. Cuts lists that are long beside the others, as that of a tile with a key
 // that all queries see: else a block would still walk it when all others have ended. Lists above `most` visits are
 // cut; the blocks beyond tiles_n suffice for that. The pieces of the tile get their ranks: those with more visits
 // come first, earlier tiles win ties.
-constexpr int kLeastVisits = 32;  // that are worth a block, which loads K and V and adds dK and dV to memory
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s2_t2_l0_r0_h1_o0_order(const __grid_constant__ Params p) {
     const int tile = blockIdx.x % p.tiles_n;
@@ -593,8 +598,15 @@ attnforge_bwd_sm90a_bf16_d128_dense_a16_m64_n128_s2_t2_l0_r0_h1_o0_order(const _
     for (int other = threadIdx.x; other < p.tiles_n; other += kScheduleThreads) {
         visits += counts[other];
     }
-    const long long share = sum_of_block(visits) / (p.blocks_n - p.tiles_n + 1) + 1;
-    const int most = static_cast<int>(max(static_cast<long long>(kLeastVisits), share));
+    // Lists of up to one and a half times the mean stay whole. The blocks suffice: a cut list has fewer than
+    // visits / most pieces beyond its first, and all of them together fewer than long_visits / most.
+    const long long least = max(static_cast<long long>(kLeastVisits), 3 * sum_of_block(visits) / (2 * p.tiles_n));
+    long long long_visits = 0;  // of lists that may be cut
+    for (int other = threadIdx.x; other < p.tiles_n; other += kScheduleThreads) {
+        long_visits += counts[other] > least ? counts[other] : 0;
+    }
+    const long long share = sum_of_block(long_visits) / (p.blocks_n - p.tiles_n + 1) + 1;
+    const int most = static_cast<int>(max(least, share));
     const int pieces = pieces_of(counts[tile], most);
     const int length = (counts[tile] + pieces - 1) / pieces;
     long long all = 0;

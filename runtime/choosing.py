@@ -13,7 +13,8 @@ nearest head dims first. Each criterion decides among the entries that are equal
 3. the same dtype;
 4. the nearest score: the same, the same formula with other numbers, none, another one;
 5. if a few keys may be seen by many queries (a mask whose visible keys are unknown or negative, in a call that is not
-   deterministic): kernels that can divide long lists of query tiles;
+   deterministic): kernels that can divide long lists of query tiles. Not for heads without a group if it is known:
+   then any kernel of a backward is changed to divide them (`fitting.dividing`);
 6. the nearest length and number of visible keys, in octaves of both together, then the nearest length. The length
    determines how many blocks there are, the visible keys how long each works. For a deterministic call, an entry is
    CONVERTED octaves farther away if its kernel would have to be converted (`dispatch.choose_for`), or if it has another
@@ -45,7 +46,7 @@ from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.spec import PROBLEM_FIELDS, Direction, Mask, Problem, Spec
 from attnforge.runtime.call import Call
-from attnforge.runtime.fitting import DISPENSABLE, replanned, spread_out, without_sums
+from attnforge.runtime.fitting import DISPENSABLE, dividing, replanned, spread_out, without_sums
 from attnforge.runtime.rounds import MANY
 from attnforge.runtime.tables import (
     SAME,
@@ -83,6 +84,7 @@ UNKNOWN = 1  # distance in octaves between a call's visible keys and an entry wi
 # causal call, whose visible keys change with it.
 CONVERTED = 6
 FEW_TILES = "changed for fewer rounds of work tiles, not measured"  # ends the reason of a choice
+DIVIDED = "changed to divide long lists, not measured"  # likewise
 NO_SUMS, SUMS = "heads without a group store dK and dV", "heads in groups sum dK and dV"  # likewise
 DEPTH = 16  # columns of a step of a product; rows are padded to a multiple of it
 WIDER = 2  # times as wide may the rows of an entry be that stands in for a head_dim without entries
@@ -113,9 +115,12 @@ def choose(call: Call, name: str, places: Iterable[Path] | None = None) -> Itera
             continue
         few = not call.deterministic and call.rounds < offer.entry.rounds
         spread = spread_out(spec, call) if few else spec
-        fitted = without_sums(spread, call.group)
+        divided = dividing(spread) if _is_uneven(call) else spread
+        fitted = without_sums(divided, call.group)
         reason = _reason(offer, spec, spread)
-        if fitted is not spread:
+        if divided is not spread:
+            reason += f"; {DIVIDED}"
+        if fitted is not divided:
             reason += f"; {NO_SUMS if call.group == 1 else SUMS}"
         yield Choice(fitted, reason, offer)
 
@@ -228,8 +233,9 @@ def _distances(call: Call, rows: Iterable[_Row]) -> Iterator[tuple[Any, ...]]:
     group, deterministic, rounds = call.group, call.deterministic, call.rounds
     mask, octave = call.problem.mask, call.size.bit_length()
     call_seen = _visible(mask, call.size, call.visible_keys).bit_length()
-    # Lists of queries that see a key tile. No deterministic kernel divides them.
-    may_be_long = mask.listed and call.visible_keys <= 0 and not deterministic
+    # Lists of queries that see a key tile, of a call whose kernel is not changed to divide them anyway.
+    unknown = mask.listed and call.visible_keys == 0 and not deterministic
+    may_be_long = unknown or (_is_uneven(call) and group > 1)
     ratios: dict[int, float] = {}  # of the few GQA ratios of entries
     for row in rows:
         if row.deterministic and not deterministic:
@@ -250,6 +256,11 @@ def _distances(call: Call, rows: Iterable[_Row]) -> Iterator[tuple[Any, ...]]:
             row.place,
             row,
         )
+
+
+def _is_uneven(call: Call) -> bool:
+    """Are few keys seen by far more queries than the others? No deterministic kernel divides their lists."""
+    return call.problem.mask.listed and call.visible_keys < 0 and not call.deterministic
 
 
 def _visible(mask: Mask, size: int, visible_keys: int) -> int:

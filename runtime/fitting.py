@@ -5,6 +5,7 @@ An entry was tuned for its own problem and size. For the call, as few of its kno
 - `replanned` plans the entry's tuning for the call's problem. Knobs of a backward that are in the way are set to 0
   (`planned`), and sums in a fixed order are left out where they cost more than they did for the entry (`fits_order`);
 - `spread_out` then gives a backward of fewer rounds (runtime/rounds.py) than the entry more blocks that do not wait;
+- `dividing` gives each q head blocks of its own, among which long lists of queries are divided;
 - `without_sums` makes blocks of heads without a group store dK and dV where they can.
 """
 
@@ -102,6 +103,26 @@ def spread_out(spec: Spec, call: Call) -> Spec:
         return planned(Spec(spec.problem, make_tuning(spec.problem, knobs | changes)))
     except Infeasible:
         return spec
+
+
+def dividing(spec: Spec) -> Spec:
+    """A backward's spec with blocks for each q head, which divide long lists of queries; the same where none can.
+
+    A block per kv head walks the list of its key tile alone. Where few keys are seen by nearly all queries, this takes
+    up to 2.5 times as long. See docs/experiments.md, 133.
+    """
+    knobs = spec.tuning.to_json()
+    if "split_heads" not in knobs or spec.tuning.adds_in_any_order:
+        return spec
+    for loaders in dict.fromkeys((knobs.get("loaders", 0), 0)):
+        changes = {"split_heads": 1, "deterministic": 0, "loaders": loaders}
+        tuning = make_tuning(spec.problem, knobs | {name: changes[name] for name in changes if name in knobs})
+        try:
+            found = planned(Spec(spec.problem, tuning))
+        except Infeasible:
+            continue
+        return found if make_plan(found).cut_lists else spec
+    return spec
 
 
 def without_sums(spec: Spec, group: int) -> Spec:

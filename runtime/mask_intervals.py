@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from attnforge.codegen.spec import MAX_INTERVALS
-from attnforge.runtime.mask_patterns import UNEVEN
-from attnforge.runtime.masks import Spans
+from attnforge.runtime.masks import Spans, average_visible_keys
 
 CHUNK = 1 << 24  # pairs at a time
 _BLOCK = 128  # queries that are counted in 8 bits, several times as fast as in 64
@@ -68,9 +67,7 @@ def spans_of(part: Part, seq_k: int) -> Spans | None:
     intervals, planes_differ, pairs, most = known.tolist()
     if intervals > MAX_INTERVALS:
         return None
-    visible_keys = pairs / (seen[..., 0].numel() * rows)
-    if most * seen.numel() > UNEVEN * pairs:
-        visible_keys = -visible_keys
+    visible_keys = average_visible_keys(pairs, most, seen[..., 0].numel() * rows, seen.numel())
     if intervals > 1:
         bounds = [_bounds(_planes(part(*keys)), intervals) for keys in slices]
         starts, ends = (torch.cat(x, -1) for x in zip(*bounds, strict=True))

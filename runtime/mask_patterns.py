@@ -23,15 +23,13 @@ import numpy.typing as npt
 import torch
 
 from attnforge.runtime.inputs import MAX_ROWS, expect_integer, expect_integers, expect_number
-from attnforge.runtime.masks import FunctionMask, Spans
+from attnforge.runtime.masks import FunctionMask, Spans, average_visible_keys
 from attnforge.runtime.score_trace import MaskFunction, traced_mask
 
 Device = torch.device | str
 Vector = npt.NDArray[np.int64]
 
 P = ParamSpec("P")
-
-UNEVEN = 8  # times the mean queries of a key: a key that more see is one of few that nearly all see
 
 
 def _on_host(function: Callable[P, Spans]) -> Callable[P, Spans]:
@@ -349,7 +347,8 @@ def _spans(starts: Vector, ends: Vector, device: Device, seq_q: int | None = Non
     queries = len(starts) if seq_q is None else seq_q
     lengths = np.maximum(ends - starts, 0)
     seen_by = lengths.sum(axis=0) if lengths.ndim > 1 else lengths
-    pairs = int(seen_by.sum())
-    sign = 1 if int(seen_by.max(initial=0)) * seen_by.size <= UNEVEN * pairs else -1
+    visible_keys = average_visible_keys(
+        int(seen_by.sum()), int(seen_by.max(initial=0)), queries, seen_by.size
+    )
     both = torch.from_numpy(np.stack((starts, ends)).astype(np.int32)).to(device, non_blocking=True)
-    return Spans(both[0], both[1], visible_keys=sign * pairs / queries if queries else None)
+    return Spans(both[0], both[1], visible_keys=visible_keys)

@@ -18,6 +18,8 @@ from attnforge.runtime.inputs import MAX_INDEX, expect_local, expect_tensors
 from attnforge.runtime.native.operators import operators
 from attnforge.runtime.score_trace import evaluate
 
+UNEVEN = 4  # see average_visible_keys
+
 _operators = torch.ops.attnforge
 
 
@@ -467,6 +469,17 @@ def transient() -> bool:
 def stream_id(device: torch.device) -> int:
     """Of the current CUDA stream, on which masks make their tile schedules; 0 on the CPU."""
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+
+
+def average_visible_keys(pairs: int, most: int, queries: int, keys: int) -> float | None:
+    """`visible_keys` of a mask of `pairs` visible pairs; None without queries.
+
+    most: queries that see the key that most see. queries, keys: of all planes together. The number is negative if
+    `most` is more than UNEVEN times what a key has on average.
+    """
+    if queries == 0:
+        return None
+    return (-1 if most * keys > UNEVEN * pairs else 1) * pairs / queries
 
 
 def round_visible_keys(visible_keys: float | None) -> int:

@@ -23,7 +23,8 @@ from attnforge.runtime.masks import Spans
 from attnforge.runtime.search.case import Case
 
 MULTIPROCESSORS = 132  # SMs of an H100 or H200
-LEAST_VISITS = 32  # visited tiles of a piece, at least (kLeastVisits of the template)
+LEAST_VISITS = 16  # visited tiles of a piece, at least (kLeastVisits of the template)
+MOST_PIECES = 32  # of a list (kMostPieces)
 ENLARGED_MB = 32  # MiB of L2 cache of an enlarged section, at most (kEnlarged)
 
 # static: one persistent block per SM; in every other round, blocks take work tiles in reverse order.
@@ -211,8 +212,9 @@ def _cut(steps: Tensor, visits: Tensor, work_tile: float) -> Tensor:
     """
     tiles = visits.numel()
     spare = -(-tiles // 8)
-    most = max(LEAST_VISITS, int(visits.sum()) // spare + 1)
-    pieces = (-(-visits // most)).clamp(min=1)
+    least = max(LEAST_VISITS, 3 * int(visits.sum()) // (2 * tiles))
+    most = max(least, int(visits[visits > least].sum()) // spare + 1)
+    pieces = (-(-visits // most)).clamp(min=1, max=MOST_PIECES)
     length = -(-visits // pieces)
     ranked = torch.argsort(length, descending=True, stable=True)
     tile = ranked.repeat_interleave(pieces[ranked])

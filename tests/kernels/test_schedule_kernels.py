@@ -68,15 +68,20 @@ def pieces(counts: list[int], slots: bool = False) -> list[list[int]]:
     `slots`: those of a forward, which has fewer pieces, each with a slot.
     """
     spare = -(-len(counts) // (16 if slots else 8))
-    most = max(32, sum(counts) // spare + 1)
-    if slots and max(counts) > most:  # as short as there are blocks for
+    every = sum(counts)
+    most = max(32, every // spare + 1)
+    if not slots:
+        least = max(16, 3 * every // (2 * len(counts)))
+        most = max(least, sum(count for count in counts if count > least) // spare + 1)
+    elif max(counts) > most:  # as short as there are blocks for
         fits = (
             x
             for x in range(max(32, most // 4), most)
             if sum(max(1, -(-n // x)) for n in counts) < len(counts) + spare
         )
         most = next(fits, most)
-    lengths = [-(-count // max(1, -(-count // most))) for count in counts]
+    into = [max(1, -(-count // most)) for count in counts]
+    lengths = [-(-count // (n if slots else min(32, n))) for count, n in zip(counts, into, strict=True)]
     order = sorted(range(len(counts)), key=lambda tile: (-lengths[tile], tile))
     found = []
     for tile in order:
@@ -194,7 +199,13 @@ def test_lists_much_longer_than_others_are_cut(planes: int, tmp_path: Path) -> N
     spec = spec_of("backward", Mask.SPANS)
     spec = replace(spec, problem=replace(spec.problem, planes=planes))
     schedule = EmulatedSchedule(spec, tmp_path)
-    for seq_q, seq_k, wide in ((8300, 2100, (0,)), (8300, 4300, (3, 2000, 4299)), (300000, 1100, (700,))):
+    sizes = (
+        (8300, 2100, (0,)),
+        (8300, 4300, (3, 2000, 4299)),
+        (300000, 1100, (700,)),
+        (70000, 35000, (700,)),  # would be 69 pieces of 16 visits
+    )
+    for seq_q, seq_k, wide in sizes:
         starts = torch.arange(seq_k, dtype=torch.int32) * 2
         ends = starts + 100
         starts[list(wide)], ends[list(wide)] = 0, seq_q
@@ -211,6 +222,8 @@ def test_lists_much_longer_than_others_are_cut(planes: int, tmp_path: Path) -> N
             assert of_plane["tile_order"].tolist() == order
             cut = {tile for tile, begin, _ in order if begin > 0}
             assert cut == {key // 128 for key in wide}
+            if seq_k == 35000:
+                assert sum(tile == 700 // 128 for tile, *_ in order) == 32
 
 
 # starts and ends of two intervals, that cover rows of a tile together but not alone, or cover it, or miss it by a row

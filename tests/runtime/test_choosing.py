@@ -198,7 +198,8 @@ def by_criteria(entry: Tuned, call: Problem, group: int, size: int, **more: Any)
     )
     length = abs(entry.size.bit_length() - size.bit_length())
     converted = strict and not (entry.fixed_order and entry.group == group)
-    long = call.mask is Mask.SPANS and more["visible_keys"] <= 0 and not strict
+    unknown, uneven = more["visible_keys"] == 0, more["visible_keys"] < 0
+    long = call.mask is Mask.SPANS and (unknown or (uneven and group > 1)) and not strict
     return (
         *(mine != theirs for mine, theirs in zip(kinds, wanted, strict=True)),
         score,
@@ -394,6 +395,39 @@ def test_heads_without_a_group_store_dk_and_dv(
     assert [text for text in (choosing.NO_SUMS, choosing.SUMS) if text in choice.reason] == (
         [said] if said else []
     )
+
+
+@pytest.mark.parametrize(
+    ("visible_keys", "group", "entries", "changed"),
+    [
+        (-500, 1, "whole", True),  # nearer than one that divides
+        (-500, 1, "apart", False),
+        (-500, 1, "both", True),
+        (-500, 7, "whole", True),
+        (-500, 7, "both", False),
+        (500, 1, "whole", False),
+        (0, 1, "whole", False),
+        (0, 1, "both", False),
+    ],
+)
+def test_a_call_whose_lists_are_uneven_gets_a_kernel_that_divides_them(
+    visible_keys: int, group: int, entries: str, changed: bool, tmp_path: Path
+) -> None:
+    """Entries have blocks per kv head (whole) or per q head (apart), of a length farther away if there are both."""
+    problem = replace(BACKWARD, head_dim=64, mask=Mask.SPANS)
+    whole = Sm90Backward(64, 128, 3, 2, False, 1, False, False, loaders=2, persistent=1)
+    apart = replace(whole, split_heads=True, persistent=0, loaders=0)
+    of_whole, of_apart = (
+        Tuned(Spec(problem, tuning), group, size, 1.0, 100.0, visible_keys=500)
+        for tuning, size in ((whole, 4096), (apart, 32768))
+    )
+    found = {"whole": [of_whole], "apart": [of_apart], "both": [of_whole, of_apart]}[entries]
+    tables.save(H200, found, tmp_path)
+    call = Call(problem, group, 4096, visible_keys=visible_keys)
+    choice = next(choosing.choose(call, H200, [tmp_path]))
+    assert make_plan(choice.spec).cut_lists == (visible_keys < 0 or entries == "both")
+    assert (choosing.DIVIDED in choice.reason) == changed
+    assert (choosing.NO_SUMS in choice.reason) == (group == 1 and make_plan(choice.spec).cut_lists)
 
 
 def test_a_small_deterministic_call_keeps_its_order(tmp_path: Path) -> None:

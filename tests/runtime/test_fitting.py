@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tuned_entries import HOPPER, PROBLEM, WALKING
 
+from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
 from attnforge.codegen.plan import Infeasible
@@ -107,6 +109,35 @@ def test_heads_without_a_group_need_no_sums(
 
 def test_other_families_have_no_such_choice() -> None:
     wide = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=192, mask=Mask.SPANS)
-    for problem in (HOPPER, wide, replace(wide, arch=Arch.SM80, head_dim=64)):
+    before_hopper = replace(wide, arch=Arch.SM80, head_dim=64)
+    for problem in (HOPPER, wide, before_hopper):
         spec = next(candidates(problem))
         assert fitting.without_sums(spec, 1) is spec
+    whole = next(spec for spec in candidates(before_hopper) if not spec.tuning.adds_in_any_order)
+    for spec in (next(candidates(HOPPER)), next(candidates(wide)), whole):
+        assert fitting.dividing(spec) is spec
+
+
+@pytest.mark.parametrize(
+    ("mask", "knobs", "divided"),
+    [
+        (Mask.SPANS, {}, {"split_heads": True}),
+        (Mask.SPANS, {"loaders": 2, "persistent": 1}, {"split_heads": True, "loaders": 2, "persistent": 0}),
+        (Mask.SPANS, {"loaders": 1, "lag": True}, {"split_heads": True, "loaders": 1}),
+        (
+            Mask.SPANS,
+            {"loaders": 1, "deterministic": True},
+            {"split_heads": True, "loaders": 0, "deterministic": False},
+        ),
+        (Mask.SPANS, {"split_heads": True}, None),
+        (Mask.CAUSAL, {}, None),
+    ],
+)
+def test_blocks_of_each_q_head_divide_long_lists(
+    mask: Mask, knobs: dict[str, Any], divided: dict[str, Any] | None
+) -> None:
+    problem = replace(PROBLEM, direction=Direction.BACKWARD, arch=Arch.SM90A, head_dim=64, mask=mask)
+    tuning = replace(Sm90Backward(64, 128, 3, 2, False, 1, False, False), **knobs)
+    found = fitting.dividing(Spec(problem, tuning))
+    assert found.tuning == replace(tuning, **(divided or {}))
+    assert make_plan(found).cut_lists == (divided is not None or tuning.split_heads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.occupancy import (
     LEAST_VISITS,
+    MOST_PIECES,
     Costs,
     Order,
     Sections,
@@ -21,6 +21,7 @@ from attnforge.bagel.measure.occupancy import (
 )
 from attnforge.bagel.packing import PackedMask
 from attnforge.bagel.pictures.occupancy import FILL, LOSS, draw_schedules
+from attnforge.codegen.families import make_plan
 from attnforge.codegen.render import render
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem
@@ -43,8 +44,10 @@ def test_the_cache_budget_is_that_of_the_kernels() -> None:
         problem = Problem(direction, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS)
         source = render(next(iter(candidates(problem))))
         assert f"kCacheBytes = {Sections.of(source.plan).cache_mb} << 20;" in source.text
-    text = (Path(__file__).parents[3] / "templates" / "common" / "schedule.cuh.jinja").read_text()
+    with_pieces = next(spec for spec in candidates(problem) if make_plan(spec).cut_lists)
+    text = render(with_pieces).text
     assert f"constexpr int kLeastVisits = {LEAST_VISITS};" in text
+    assert f"constexpr int kMostPieces = {MOST_PIECES};" in text
 
 
 @pytest.mark.parametrize("name", ["causal/4x8192", "causal/1x65536", "causal/1x4096"])
@@ -130,14 +133,14 @@ def test_backward_pieces_are_key_tiles_of_q_or_kv_heads() -> None:
 
 
 def test_backward_lists_of_keys_that_all_queries_see_are_cut() -> None:
-    """128 tiles of 16 keys, each seen by its own queries, the first by all: that list of 128 is cut into 4 of 32."""
+    """128 tiles of 16 keys, each seen by its own queries, the first by all: that list of 128 is cut into 8 of 16."""
     queries = torch.arange(2048, dtype=torch.int32)
     starts, ends = queries // 16 * 16, queries // 16 * 16 + 16
     starts[:16], ends[:16] = 0, 2048
     mask = Spans(starts, ends)
     case = Case("sink", 1, 1, 1, 2048, 2048, 64, DType.BFLOAT16, mask, 2048 * 16 * 2 - 256, CPU)
     found = simulate(case, BACKWARD, 16, 16, "dynamic", multiprocessors=8)
-    assert sorted(found.busy) == [31] + [32] * 7  # 4 pieces of 32 and 127 tiles of 1
+    assert sorted(found.busy) == [31] + [32] * 7  # 8 pieces of 16 and 127 tiles of 1
     whole = simulate(case, BACKWARD, 16, 16, "dynamic", False, multiprocessors=8)
     assert max(whole.busy) == 128, "a block per kv head walks its list alone"
     uncut = simulate(case, BACKWARD, 16, 16, "dynamic", multiprocessors=8, sections=Sections(cut_lists=False))
