@@ -578,10 +578,11 @@ __device__ __forceinline__ long long sum_of_block(long long mine) {
 constexpr int kLeastVisits = 16;  // that are worth a block, which loads K and V and adds dK and dV to memory
 constexpr int kMostPieces = 32;  // of a list: their blocks add to the same memory
 
-// Into how many pieces a list of `visits` is cut, so that none has more than `most` or there are kMostPieces; one piece
-// if it is empty.
+// Into how many pieces a list of `visits` is cut, so that none has more than `most`, or more than an even share of
+// kMostPieces; one piece if it is empty.
 __device__ __forceinline__ int pieces_of(int visits, int most) {
-    return min(kMostPieces, max(1, (visits + most - 1) / most));
+    const int longest = max(most, (visits + kMostPieces - 1) / kMostPieces);
+    return max(1, (visits + longest - 1) / longest);
 }
 
 // One block per owned tile and plane. Cuts lists that are long beside the others, as that of a tile with a key

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cpu_kernel import Params, ScoreRef, full_params
 from emulator import FLAGS, PARTS, Emulated
+from list_pieces import pieces
 from mask_functions import functions, visible
 from oracle import Shape, check, draw
 from score_oracle import compare
@@ -454,8 +455,8 @@ def is_cut(direction: Direction, head_dim: int, shape: Shape) -> bool:
     shows = near | ((q_tile <= 5000) & (q_tile + tile_m > 5000)) | (k_tile == 0)
     forward = direction is Direction.FORWARD
     counts = shows.sum(1 if forward else 0)
-    spare = -(-counts.numel() // (16 if forward else 8))
-    return make_plan(spec).cut_lists and int(counts.max()) > max(32, int(counts.sum()) // spare + 1)
+    begins = [begin for _, begin, *_ in pieces(counts.tolist(), slots=forward)]
+    return make_plan(spec).cut_lists and any(begins)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from emulated_schedule import SENTINEL, EmulatedSchedule
 from emulator import FLAGS, PARTS
+from list_pieces import pieces
 from oracle import dense, spans, unions
 from torch import Tensor
 
@@ -60,45 +61,6 @@ def spec_of(name: str, mask: Mask) -> Spec:
 
 def pad(x: Tensor, rows: int, columns: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
-
-
-def pieces(counts: list[int], slots: bool = False) -> list[list[int]]:
-    """The order of tiles whose lists of visits are cut; `counts` are their lengths. See _order in schedule.cuh.
-
-    `slots`: those of a forward, which has fewer pieces, each with a slot.
-    """
-    spare = -(-len(counts) // (16 if slots else 8))
-    every = sum(counts)
-    most = max(32, every // spare + 1)
-    if not slots:
-        least = max(16, 3 * every // (2 * len(counts)))
-        most = max(least, sum(count for count in counts if count > least) // spare + 1)
-    elif max(counts) > most:  # as short as there are blocks for
-        fits = (
-            x
-            for x in range(max(32, most // 4), most)
-            if sum(max(1, -(-n // x)) for n in counts) < len(counts) + spare
-        )
-        most = next(fits, most)
-    into = [max(1, -(-count // most)) for count in counts]
-    lengths = [-(-count // (n if slots else min(32, n))) for count, n in zip(counts, into, strict=True)]
-    order = sorted(range(len(counts)), key=lambda tile: (-lengths[tile], tile))
-    found = []
-    for tile in order:
-        for begin in range(0, max(1, counts[tile]), max(1, lengths[tile])):
-            found.append([tile, begin, min(lengths[tile], counts[tile] - begin)])
-    blocks = len(counts) + spare - 1
-    assert len(found) <= blocks
-    found += [[-1, 0, 0]] * (blocks - len(found))
-    if slots:
-        cut = sorted((tile, begin) for tile, begin, count in found if 0 < count < counts[tile])
-        assert len(cut) <= 2 * (spare - 1)
-        places = [(piece[0], piece[1]) for piece in found]
-        found = [
-            [*piece, cut.index(place) if place in cut and piece[2] > 0 else -1]
-            for piece, place in zip(found, places, strict=True)
-        ]
-    return found
 
 
 def check(schedule: EmulatedSchedule, tables: dict[str, Tensor], visible: Tensor) -> None:
@@ -467,10 +429,9 @@ def test_pieces_of_a_forward_are_short_beside_the_work_of_a_block(tmp_path: Path
     schedule = EmulatedSchedule(replace(spec, problem=replace(spec.problem, mask_mod=mod)), tmp_path)
     tables = schedule.run(torch.empty(0), None, 18000, 17000, bit_slots=9)
     counts = tables["tile_count"].tolist()
-    blocks = len(counts) + -(-len(counts) // 16) - 1
+    assert tables["tile_order"].tolist() == pieces(counts, slots=True)
     order = [piece for piece in tables["tile_order"].tolist() if piece[2] > 0]
     assert sorted(counts)[-3:] == [4, 178, 178]
-    assert max(piece[2] for piece in order) < 178 / 4  # a share is 89
-    assert len(order) <= blocks
+    assert max(piece[2] for piece in order) == 36  # five pieces each: there are eight blocks more than tiles
     for tile, count in enumerate(counts):
         assert sum(piece[2] for piece in order if piece[0] == tile) == count
