@@ -482,6 +482,19 @@ def average_visible_keys(pairs: int, most: int, queries: int, keys: int) -> floa
     return (-1 if most * keys > UNEVEN * pairs else 1) * pairs / queries
 
 
+def visible_keys_of(starts: Tensor, ends: Tensor, queries: int) -> float | None:
+    """`average_visible_keys` of intervals of queries, of a plane or of several. Waits for the device.
+
+    starts, ends: as Spans takes them, but the intervals of a key are disjoint.
+    """
+    seen = (ends.long().clamp(max=queries) - starts.long().clamp(min=0)).clamp(min=0)
+    seen = seen.sum(-2) if seen.dim() > 1 else seen
+    if seen.numel() == 0:
+        return None
+    pairs, most = torch.stack([seen.sum(), seen.max()]).tolist()
+    return average_visible_keys(pairs, most, queries * (seen.numel() // seen.shape[-1]), seen.numel())
+
+
 def round_visible_keys(visible_keys: float | None) -> int:
     """`visible_keys` rounded towards 0 to a power of two, 1 at least; 0 for None. Under torch.compile as it is.
 

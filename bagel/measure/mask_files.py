@@ -12,7 +12,7 @@ import torch
 
 from attnforge.codegen.spec import MAX_INTERVALS
 from attnforge.runtime.inputs import MAX_INDEX
-from attnforge.runtime.masks import DenseMask, Spans
+from attnforge.runtime.masks import DenseMask, Spans, visible_keys_of
 
 SUFFIXES = (".npy", ".npz")
 EXPECTED = (
@@ -72,8 +72,9 @@ def _spans(
     seq_q = int(rows.item())
     # No query is beyond int32, so clamped bounds show the same pairs.
     first, last = (torch.from_numpy(x.clip(-MAX_INDEX, MAX_INDEX).astype(np.int32)) for x in (starts, ends))
-    visible = visible_pairs(Spans(first, last), seq_q) / seq_q
-    return Spans(first.to(device), last.to(device), visible_keys=visible), seq_q
+    disjoint = Spans(first, last)
+    visible_keys = visible_keys_of(disjoint.starts, disjoint.ends, seq_q)
+    return Spans(first.to(device), last.to(device), visible_keys=visible_keys), seq_q
 
 
 def visible_pairs(mask: Spans, seq_q: int) -> float:

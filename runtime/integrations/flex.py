@@ -22,7 +22,7 @@ from attnforge.codegen.formula_program import ScoreError
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.spec import MAX_INTERVALS
 from attnforge.runtime.inputs import expect_layout
-from attnforge.runtime.masks import AnyMask, Causal, DenseMask, FunctionMask, Spans, average_visible_keys
+from attnforge.runtime.masks import AnyMask, Causal, DenseMask, FunctionMask, Spans, visible_keys_of
 from attnforge.runtime.ops import attention
 from attnforge.runtime.score_trace import evaluate, traced_mask
 from attnforge.runtime.scores import Score
@@ -239,22 +239,14 @@ def _convert(mask: BlockMask) -> AnyMask:
         starts, ends = (
             torch.stack(x).view(batch, heads, 1, seq_k) for x in zip(*(s[:2] for s in spans), strict=True)
         )
-        return Spans(starts, ends, visible_keys=_visible_keys(starts, ends, seq_q))
+        return Spans(starts, ends, visible_keys=visible_keys_of(starts, ends, seq_q))
     starts, ends, _ = spans[0]
     if bool(((starts == 0) & (ends == seq_q)).all()):
         return None
     row = torch.arange(seq_k, dtype=torch.int32, device=starts.device)
     if seq_q == seq_k and bool(((starts == row) & (ends == seq_q)).all()):
         return Causal()
-    return Spans(starts, ends, visible_keys=_visible_keys(starts, ends, seq_q))
-
-
-def _visible_keys(starts: Tensor, ends: Tensor, seq_q: int) -> float | None:
-    """Of spans (seq_k), (n, seq_k) or (batch, heads, n, seq_k) whose intervals of a key are disjoint. One host sync."""
-    seen = ends - starts
-    seen = seen.sum(-2) if seen.dim() > 1 else seen
-    pairs, most = torch.stack([seen.sum(), seen.max()]).tolist()
-    return average_visible_keys(pairs, most, seq_q * (seen.numel() // seen.shape[-1]), seen.numel())
+    return Spans(starts, ends, visible_keys=visible_keys_of(starts, ends, seq_q))
 
 
 def _planes(mask: BlockMask) -> Iterator[_Blocks]:
@@ -338,7 +330,7 @@ def _unions(mask: BlockMask, planes: list[_Blocks]) -> Spans | None:
         torch.stack([torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[0])) for x in of_planes])
         for of_planes in zip(*bounds, strict=True)
     )
-    visible_keys = _visible_keys(starts, ends, seq_q)
+    visible_keys = visible_keys_of(starts, ends, seq_q)
     if len(planes) > 1:
         starts, ends = (x.view(batch, heads, most, seq_k) for x in (starts, ends))
     else:

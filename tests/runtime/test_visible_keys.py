@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 import attnforge
 from attnforge import masks
 from attnforge.bagel.measure.cases import make_case
+from attnforge.bagel.measure.mask_files import read_mask
 from attnforge.bagel.trainer import substitutes
 from attnforge.bagel.workloads import workload
 from attnforge.codegen.families import make_plan
@@ -27,7 +29,7 @@ from attnforge.runtime.build.settings import TABLES
 from attnforge.runtime.call import Call
 from attnforge.runtime.dispatch import Target, choose_for
 from attnforge.runtime.distributed.shards import local_dense, local_plain, local_spans
-from attnforge.runtime.masks import Spans, average_visible_keys, round_visible_keys
+from attnforge.runtime.masks import Spans, average_visible_keys, round_visible_keys, visible_keys_of
 from attnforge.runtime.search import search, worker
 from attnforge.runtime.search.case import Case, as_deterministic
 from attnforge.runtime.tables import Tuned
@@ -104,6 +106,29 @@ def test_a_key_that_four_times_as_many_queries_see_makes_a_mask_uneven(length: i
 def test_a_mask_without_queries_has_no_average() -> None:
     assert average_visible_keys(0, 0, 0, 5) is None
     assert average_visible_keys(0, 0, 5, 5) == 0
+    none = torch.zeros(0, dtype=torch.int32)
+    assert visible_keys_of(none, none, 5) is None
+    assert visible_keys_of(none[None, None, None], none[None, None, None], 0) is None
+
+
+def test_intervals_are_counted_over_all_planes() -> None:
+    """Rows below 0 and beyond the last one are no queries; intervals that end before they start are empty."""
+    starts = torch.tensor([[[[-3, 0, 9], [4, 5, 8]]], [[[0, 0, 0], [2, 2, 2]]]], dtype=torch.int32)
+    ends = torch.tensor([[[[2, 3, 2], [6, 99, 9]]], [[[1, 1, 1], [2, 2, 2]]]], dtype=torch.int32)
+    seen = torch.tensor([2 + 2, 3 + 3, 0, 1, 1, 1])
+    assert visible_keys_of(starts, ends, 8) == int(seen.sum()) / 16
+    assert visible_keys_of(starts[:, :, 0], ends[:, :, 0], 8) == (2 + 3 + 3) / 16
+
+
+def test_a_mask_file_may_be_uneven(tmp_path: Path) -> None:
+    """Two intervals of a key that overlap count once."""
+    row = np.arange(300)
+    starts, ends = np.stack((row, row)), np.stack((row + 9, row + 5)).clip(max=300)
+    for sinks, expected in ((0, 8.88), (1, -9.85)):
+        ends[:, :sinks] = 300
+        np.savez(tmp_path / "mask.npz", starts=starts, ends=ends)
+        mask, _ = read_mask(tmp_path / "mask.npz", CPU)
+        assert mask.visible_keys == pytest.approx(expected, abs=0.01)
 
 
 def test_sinks_of_a_block_mask_make_it_uneven() -> None:
