@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import platform
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import gxx
 import pytest
 import torch
+from cpu_kernel import Params
 from emulated_schedule import SENTINEL, EmulatedSchedule
 from emulator import FLAGS, PARTS
 from list_pieces import pieces
@@ -186,6 +188,43 @@ def test_lists_much_longer_than_others_are_cut(planes: int, tmp_path: Path) -> N
             assert cut == {key // 128 for key in wide}
             if seq_k == 35000:
                 assert sum(tile == 700 // 128 for tile, *_ in order) == 32
+
+
+def some_counts(draw: random.Random) -> list[int]:
+    """Lengths of lists: alike or not, a few of them long, also just beside a limit."""
+    mean = draw.choice((0, 1, 6, 11, 40))
+    counts = [draw.randint(0, 2 * mean) if draw.random() < 0.5 else mean for _ in range(draw.randint(1, 300))]
+    for _ in range(draw.choice((0, 1, 2, 9))):
+        counts[draw.randrange(len(counts))] = draw.choice((15, 16, 17, 33, 3 * mean, 60, 513, 900, 70000))
+    return counts
+
+
+@pytest.mark.parametrize("name", ["backward", "128x96"])
+def test_lists_of_any_lengths_are_cut_by_the_rule(name: str, tmp_path: Path) -> None:
+    spec = spec_of(name, Mask.DENSE)
+    spec = replace(spec, problem=replace(spec.problem, mask_mod=MaskMod("causal: kv_idx <= q_idx")))
+    schedule, forward = EmulatedSchedule(spec, tmp_path), name != "backward"
+    (symbol,) = (launch.symbol for launch in schedule.plan.schedule if launch.symbol.endswith("_order"))
+    draw, cut = random.Random(name), 0
+    for _ in range(150):
+        counts = some_counts(draw)
+        p = Params(
+            seq_q=len(counts) * spec.tuning.tile_m, seq_k=len(counts) * spec.tuning.tile_n, mask_planes=1
+        )
+        p.set_tiles(spec.tuning.tile_m, spec.tuning.tile_n)
+        order = torch.zeros(p.blocks_m if forward else p.blocks_n, 4 if forward else 3, dtype=torch.int32)
+        count, of_tiles = (
+            torch.tensor(counts, dtype=torch.int32),
+            torch.zeros(2 * len(counts), dtype=torch.int32),
+        )
+        p.tile_count, p.tile_order = count.data_ptr(), order.data_ptr()
+        p.tile_slots = p.tile_pieces = of_tiles.data_ptr()
+        run = getattr(schedule.library, f"run_{symbol}")
+        run.argtypes = (ctypes.c_void_p, ctypes.c_longlong)
+        run(ctypes.byref(p), len(counts))
+        assert order.tolist() == pieces(counts, slots=forward), counts
+        cut += any(begin > 0 for _, begin, *_ in order.tolist())
+    assert 20 < cut < 130
 
 
 # starts and ends of two intervals, that cover rows of a tile together but not alone, or cover it, or miss it by a row

@@ -106,6 +106,7 @@ def test_a_key_that_four_times_as_many_queries_see_makes_a_mask_uneven(length: i
 def test_a_mask_without_queries_has_no_average() -> None:
     assert average_visible_keys(0, 0, 0, 5) is None
     assert average_visible_keys(0, 0, 5, 5) == 0
+    assert average_visible_keys(7, 4, 1, 7) == 7, "4 times the mean is not more than that"
     none = torch.zeros(0, dtype=torch.int32)
     assert visible_keys_of(none, none, 5) is None
     assert visible_keys_of(none[None, None, None], none[None, None, None], 0) is None

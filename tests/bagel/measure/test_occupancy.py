@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from list_pieces import pieces
 
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.occupancy import (
@@ -15,6 +16,7 @@ from attnforge.bagel.measure.occupancy import (
     Costs,
     Order,
     Sections,
+    _cut,
     _ranks,
     _tiles_by_rank,
     simulate,
@@ -145,6 +147,12 @@ def test_backward_lists_of_keys_that_all_queries_see_are_cut() -> None:
     assert max(whole.busy) == 128, "a block per kv head walks its list alone"
     uncut = simulate(case, BACKWARD, 16, 16, "dynamic", multiprocessors=8, sections=Sections(cut_lists=False))
     assert max(uncut.busy) == 128, "and so does a block of a kernel that does not divide lists"
+
+
+@pytest.mark.parametrize("counts", [[1, 130, 6] * 9 + [900], [5] * 30 + [70, 16, 17], [3, 2, 100], [0, 0]])
+def test_pieces_are_those_of_the_kernel(counts: list[int]) -> None:
+    visits = torch.tensor(counts)
+    assert _cut(visits.double(), visits, 0.0).tolist() == [count for *_, count in pieces(counts)]
 
 
 def test_deterministic_blocks_start_with_their_last_or_longest_tiles() -> None:
