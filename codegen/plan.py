@@ -88,7 +88,8 @@ class Plan:
     from_end: bool = False  # the last query tile ends with the last query; the first may begin before query 0
     staggered: bool = False  # warpgroups begin with the first key tile, from the end, that their own rows see
     alternating: bool = False  # every other section of the work starts with its smallest tiles (schedule.cuh)
-    bounds: bool = False  # its schedule has bounds and tile_counter
+    bounds: bool = False  # its schedule has bounds
+    schedule_counter: bool = False  # its schedule has tile_counter, which _order clears
     cut_lists: bool = False  # long lists of visits are cut into pieces, each for a block (schedule.cuh)
     # Its schedule starts owned tiles with much work first, the last of them first of all (schedule.cuh).
     long_first: bool = False
@@ -127,7 +128,15 @@ class Plan:
         problem, tuning = self.spec.problem, self.spec.tuning
         flags = {
             name: getattr(self, name)
-            for name in ("dq_semaphore", "descending", "bounds", "bits", "grouped", "cut_lists")
+            for name in (
+                "dq_semaphore",
+                "descending",
+                "bounds",
+                "schedule_counter",
+                "bits",
+                "grouped",
+                "cut_lists",
+            )
         }
         flags |= {"slot_words": self.slot_words} if self.slot_words else {}
         flags |= {"long_first": True} if self.long_first else {}

@@ -101,7 +101,8 @@ VARIANT: tuple[Field, ...] = (
         "plan.split_blocks",
     ),
     _same("bool", "deterministic", "the same bits on every run", "plan.deterministic"),
-    _same("bool", "bounds", "its schedule has bounds and tile_counter", "plan.bounds"),
+    _same("bool", "bounds", "its schedule has bounds", "plan.bounds"),
+    _same("bool", "schedule_counter", "its schedule has tile_counter", "plan.schedule_counter"),
     _same("bool", "cut_lists", "tile_order has pieces of lists, not tiles", "plan.cut_lists"),
     Field(
         "MaskBits",

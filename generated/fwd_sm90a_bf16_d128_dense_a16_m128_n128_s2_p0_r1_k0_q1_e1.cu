@@ -54,6 +54,7 @@ struct Params {
     int* tile_order;  // (mask_planes, tiles) owned tiles in launch order, or with lists that are cut, pieces of them
     int* tile_list;  // (mask_planes, tiles, list_stride) visited tile << row groups | a bit for each with hidden pairs
     int* kv_range;  // (mask_planes, tiles_m, 4, 2) visits [x, y) that a 64-row group of queries needs
+    int* tile_counter;  // work tiles handed out; of a forward also blocks that found none left, both 0 between launches
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -492,8 +493,12 @@ __device__ __forceinline__ int work_of(const Params& p, int plane, int tile) {
 }
 
 // One block per owned tile and plane: its rank is the number of tiles with more work, earlier tiles winning ties.
+// Also clears the counters of work tiles.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_e1_order(const __grid_constant__ Params p) {
+    if (blockIdx.x == 0 && threadIdx.x < 2) {
+        p.tile_counter[threadIdx.x] = 0;
+    }
     const int tile = blockIdx.x % p.tiles_m;
     const int plane = blockIdx.x / p.tiles_m;
     const int work = work_of(p, plane, tile);

@@ -385,7 +385,7 @@ struct Keys {
     int latest, earliest;       // the latest start and the earliest end of all keys of the tile
 };
 
-// Block: the keys of a tile. Also writes bounds, and clears the tile counters.
+// Block: the keys of a tile. Also writes bounds.
 __device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
     __shared__ int latest[kScheduleThreads / 32];
     __shared__ int earliest[kScheduleThreads / 32];
@@ -407,9 +407,6 @@ __device__ __forceinline__ Keys load_keys(const Params& p, int key_tile) {
             }
             reinterpret_cast<int2*>(p.bounds)[key_tile * kTileN + in_tile] = span;
         }
-    }
-    if (key_tile == 0 && threadIdx.x < 2) {
-        p.tile_counter[threadIdx.x] = 0;
     }
     latest[threadIdx.x / 32] = __reduce_max_sync(~0u, keys.latest);
     earliest[threadIdx.x / 32] = __reduce_min_sync(~0u, keys.earliest);
@@ -534,8 +531,12 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_schedule(const _
 }
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
+// Also clears the counters of work tiles.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_order(const __grid_constant__ Params p) {
+    if (blockIdx.x == 0 && threadIdx.x < 2) {
+        p.tile_counter[threadIdx.x] = 0;
+    }
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;

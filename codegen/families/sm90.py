@@ -224,6 +224,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         registers=live + REGISTERS_BESIDES,
         deterministic=True,
         bounds=mask is Mask.SPANS,
+        schedule_counter=mask.listed,
         cut_lists=cut,
         bits="k" if p.packed else "",
         slot_words=words,
@@ -267,11 +268,13 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int, roomy: bool) -> tuple[i
         out_panels = max(0, min(panels_v.count, (SHARED_LIMIT[Arch.SM90] - own) // panel))
         q_bytes = t.tile_m * row + out_panels * panel if out_panels else q_bytes
     shared += q_buffers * (q_bytes + 16)
-    if t.dynamic and (q_buffers < 2 or mask is not Mask.SPANS):
-        raise Infeasible("dynamic: needs mask spans, persistent, and shared memory for two tiles of Q")
-    # The producer runs ahead, so it decodes a work tile and broadcasts it: 16 bytes, and 16 for each row group if
-    # there are several.
-    work_tile = 16 * (1 + row_groups if row_groups > 1 else 1)
+    if t.dynamic and (q_buffers < 2 or not mask.listed):
+        raise Infeasible(
+            "dynamic: needs a mask with lists of tiles, persistent, and shared memory for two tiles of Q"
+        )
+    # The producer runs ahead, so it decodes a work tile and broadcasts it: 16 bytes, 16 for each row group if there
+    # are several, and 16 for the piece of a list.
+    work_tile = 16 * ((1 + row_groups if row_groups > 1 else 1) + bool(spec.problem.mask_mod))
     may = q_buffers > 1 or (out_panels > 0 and roomy)
     fits = shared + q_buffers * work_tile <= SHARED_LIMIT[Arch.SM90]
     broadcast = t.dynamic or (may and fits and not mask.listed)

@@ -52,7 +52,7 @@ struct ScheduleLayout {
         pieces = variant.cut_lists && variant.owner_n ? tiles : 0;
         lists = tiles * (1 + p.list_stride * (1 + variant.dq_semaphore + (variant.slot_words > 0)));
         taken = variant.slot_words > 0 ? 1 : 0;
-        counter = variant.bounds ? 2 : 0;
+        counter = variant.schedule_counter ? 2 : 0;
     }
 
     int64_t size() const {

@@ -130,7 +130,7 @@ class EmulatedSchedule:
                 for name, shape in shapes.items()
             }
         elif p.mask_planes > 1:
-            shared = ("slot_visits", "slots_taken", "visit_bits")
+            shared = ("slot_visits", "slots_taken", "visit_bits", "tile_counter")
             shapes = {
                 name: shape if name in shared else (p.mask_planes * shape[0], *shape[1:])
                 for name, shape in shapes.items()

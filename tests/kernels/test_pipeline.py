@@ -299,6 +299,8 @@ def hopper(
                 (Mask.DENSE, 128, 128, 128, 2, 1, 1, 1),
                 (Mask.DENSE, 128, 128, 64, 3, 0, 1, 0),
                 (Mask.DENSE, 64, 64, 64, 3, 0, 0, 0),
+                (Mask.DENSE, 128, 128, 128, 2, 0, 1, 1, 1),
+                (Mask.DENSE, 64, 192, 96, 3, 1, 1, 1, 1),
             )
         ),
         *(
@@ -307,8 +309,13 @@ def hopper(
                 (128, 128, 128, 2, 0, 1, 1),
                 (128, 128, 64, 3, 0, 1, 0),
                 (64, 64, 144, 2, 0, 0, 0),
+                (128, 128, 128, 2, 0, 1, 1, 1),
+                (64, 192, 128, 2, 1, 1, 0, 1),
+                (64, 64, 64, 3, 0, 1, 0, 1),
             )
         ),
+        hopper(192, 128, 64, 2, 0, 1, 0, 1, mask=Mask.DENSE, mask_mod=PAIRS, k_ahead=True),
+        hopper(64, 128, 64, 2, 0, 1, 0, 1, mask=Mask.DENSE, score=ALIBI),
         hopper(128, 192, 80, 3, 1, 1, 0, 1, mask=Mask.SPANS, intervals=2),
         hopper(128, 192, 80, 3, 1, 1, 0, 1, mask=Mask.SPANS, planes=1),
         hopper(64, 128, 128, 2, 0, 1, 1, mask=Mask.SPANS, intervals=3, planes=1),
@@ -475,6 +482,22 @@ OF_PIECES: dict[str, Break] = {
         "bits of other pairs",
     ),
 }
+OF_BROADCAST_PIECES: dict[str, Break] = {
+    name: change for name, change in OF_PIECES.items() if name in ("place-in-list", "all-visits")
+} | {
+    "no-place": (
+        {"make_int4(work.first_visit,": "make_int4(broken == n ? 0 : work.first_visit,"},
+        "bits of other pairs",
+    ),
+    "other-slot": (
+        {" work.slot, 0, 0)": " broken == n ? -1 : work.slot, 0, 0)"},
+        "a slot is not stored once",
+    ),
+    "over-a-range": (
+        {"words + kBroadcastBytes - 16, make": "words + kBroadcastBytes - (broken == n ? 32 : 16), make"},
+        "",
+    ),
+}
 OF_OWN_HEAD_DIM: dict[str, Break] = {
     "place-of-o": (
         {"i / 4 + lane / 16, kTileM)": "i / 4 + lane / 16, broken == n ? 64 : kTileM)"},
@@ -533,8 +556,9 @@ OF_OWN_BUFFER: dict[str, Break] = {
         (hopper(256, 128, 64, 2, 1, 1, 0, mask=Mask.CAUSAL), OF_OWN_BUFFER),
         (hopper(64, 192, 96, 3, 1, 1, 0, 1, mask=Mask.SPANS, score=ALIBI), OF_LINES),
         (hopper(128, 128, 128, 2, 1, 1, 1, mask=Mask.DENSE, mask_mod=PAIRS), OF_PIECES),
+        (hopper(64, 128, 128, 2, 1, 1, 0, 1, mask=Mask.DENSE, mask_mod=PAIRS), OF_BROADCAST_PIECES),
     ],
-    ids=["causal", "spans", "own-head-dim", "own-buffer", "lines", "pieces"],
+    ids=["causal", "spans", "own-head-dim", "own-buffer", "lines", "pieces", "broadcast-pieces"],
 )
 def test_a_broken_protocol_is_found(spec: Spec, breaks: dict[str, Break], tmp_path: Path) -> None:
     """One compilation serves all breaks of a kernel, and without any of them it is sound."""
