@@ -89,7 +89,7 @@ class Plan:
     staggered: bool = False  # warpgroups begin with the first key tile, from the end, that their own rows see
     alternating: bool = False  # every other section of the work starts with its smallest tiles (schedule.cuh)
     bounds: bool = False  # its schedule has bounds
-    schedule_counter: bool = False  # its schedule has tile_counter, which _order clears
+    schedule_counter: bool = False  # its schedule has tile_counter, which _schedule clears
     cut_lists: bool = False  # long lists of visits are cut into pieces, each for a block (schedule.cuh)
     # Its schedule starts owned tiles with much work first, the last of them first of all (schedule.cuh).
     long_first: bool = False

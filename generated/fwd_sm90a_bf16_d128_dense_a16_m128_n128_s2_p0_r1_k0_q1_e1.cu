@@ -440,7 +440,7 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_e1_pack(const _
     }
 }
 
-// One block per owned tile and plane: list the tiles it must visit, in ascending order.
+// One block per owned tile and plane: list the tiles it must visit, in ascending order. Also clears tile_counter.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_e1_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
@@ -476,6 +476,9 @@ attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_e1_schedule(con
     if (threadIdx.x == 0) {
         p.tile_count[tile] = total;
     }
+    if (blockIdx.x == 0 && threadIdx.x < 2) {
+        p.tile_counter[threadIdx.x] = 0;
+    }
     __syncthreads();
     if (threadIdx.x < kRowGroups) {
         const int2 found = kv_range[threadIdx.x];
@@ -493,12 +496,8 @@ __device__ __forceinline__ int work_of(const Params& p, int plane, int tile) {
 }
 
 // One block per owned tile and plane: its rank is the number of tiles with more work, earlier tiles winning ties.
-// Also clears the counters of work tiles.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d128_dense_a16_m128_n128_s2_p0_r1_k0_q1_e1_order(const __grid_constant__ Params p) {
-    if (blockIdx.x == 0 && threadIdx.x < 2) {
-        p.tile_counter[threadIdx.x] = 0;
-    }
     const int tile = blockIdx.x % p.tiles_m;
     const int plane = blockIdx.x / p.tiles_m;
     const int work = work_of(p, plane, tile);

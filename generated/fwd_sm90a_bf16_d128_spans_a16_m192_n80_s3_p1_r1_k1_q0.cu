@@ -487,7 +487,7 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_kinds(const __gr
     }
 }
 
-// One block per owned tile: list the tiles it must visit, in ascending order.
+// One block per owned tile: list the tiles it must visit, in ascending order. Also clears tile_counter.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_schedule(const __grid_constant__ Params p) {
     __shared__ unsigned votes[kScheduleThreads / 32];
@@ -523,6 +523,9 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_schedule(const _
     if (threadIdx.x == 0) {
         p.tile_count[tile] = total;
     }
+    if (blockIdx.x == 0 && threadIdx.x < 2) {
+        p.tile_counter[threadIdx.x] = 0;
+    }
     __syncthreads();
     if (threadIdx.x < kRowGroups) {
         const int2 found = kv_range[threadIdx.x];
@@ -531,12 +534,8 @@ attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_schedule(const _
 }
 
 // One block per owned tile: its rank is the number of tiles with more work, earlier tiles winning ties.
-// Also clears the counters of work tiles.
 extern "C" __global__ void __launch_bounds__(kScheduleThreads)
 attnforge_fwd_sm90a_bf16_d128_spans_a16_m192_n80_s3_p1_r1_k1_q0_order(const __grid_constant__ Params p) {
-    if (blockIdx.x == 0 && threadIdx.x < 2) {
-        p.tile_counter[threadIdx.x] = 0;
-    }
     const int tile = blockIdx.x;
     const int work = p.tile_count[tile];
     int rank = 0;

@@ -14,7 +14,7 @@ from operator import itemgetter
 
 import torch
 
-from attnforge.codegen.families import make_plan, make_tuning
+from attnforge.codegen.families import make_plan
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.score import ScoreMod
@@ -150,19 +150,12 @@ def _deterministic(spec: Spec, group: int) -> Spec | None:
     grouped = group > 1 and spec.problem.mask is not Mask.FULL
     by_head, apart = ({"split_heads": 1}, {"launch_order": 3}) if grouped else ({}, {})
     try:
-        strict = _with(spec, {"deterministic": 1, **by_head, **apart})
+        strict = fitting.changed(spec, {"deterministic": 1, **by_head, **apart})
         return strict if make_plan(strict).deterministic else None
     except Infeasible:
         fixed = deterministic_candidates(spec.problem, partial(_differing, knobs=knobs | by_head))
         nearest = next(fixed, None)
-        return nearest and _with(nearest, apart)
-
-
-def _with(spec: Spec, changes: dict[str, int]) -> Spec:
-    """The same with these values of the knobs that its family has, as `fitting.planned` makes it feasible."""
-    knobs = spec.tuning.to_json()
-    knobs |= {name: value for name, value in changes.items() if name in knobs}
-    return fitting.planned(Spec(spec.problem, make_tuning(spec.problem, knobs)))
+        return nearest and fitting.changed(nearest, apart)
 
 
 def _differing(tuning: Tuning, knobs: dict[str, int]) -> int:

@@ -11,7 +11,7 @@ An entry was tuned for its own problem and size. For the call, as few of its kno
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import chain, combinations
 
@@ -82,6 +82,13 @@ def _dispensable(spec: Spec) -> Iterator[tuple[str, ...]]:
     return chain.from_iterable(combinations(names, count) for count in range(len(names) + 1))
 
 
+def changed(spec: Spec, changes: Mapping[str, int]) -> Spec:
+    """The same with these values of the knobs that its family has, as `planned` makes it feasible; or Infeasible."""
+    knobs = spec.tuning.to_json()
+    knobs |= {name: value for name, value in changes.items() if name in knobs}
+    return planned(Spec(spec.problem, make_tuning(spec.problem, knobs)))
+
+
 def spread_out(spec: Spec, call: Call) -> Spec:
     """A backward's spec for a call of fewer rounds than it was tuned with; the same where nothing is to change.
 
@@ -100,7 +107,7 @@ def spread_out(spec: Spec, call: Call) -> Spec:
     if not changes:
         return spec
     try:
-        return planned(Spec(spec.problem, make_tuning(spec.problem, knobs | changes)))
+        return changed(spec, changes)
     except Infeasible:
         return spec
 
@@ -115,10 +122,8 @@ def dividing(spec: Spec) -> Spec:
     if "split_heads" not in knobs or spec.tuning.adds_in_any_order:
         return spec
     for loaders in dict.fromkeys((knobs.get("loaders", 0), 0)):
-        changes = {"split_heads": 1, "deterministic": 0, "loaders": loaders}
-        tuning = make_tuning(spec.problem, knobs | {name: changes[name] for name in changes if name in knobs})
         try:
-            found = planned(Spec(spec.problem, tuning))
+            found = changed(spec, {"split_heads": 1, "deterministic": 0, "loaders": loaders})
         except Infeasible:
             continue
         return found if make_plan(found).cut_lists else spec

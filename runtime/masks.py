@@ -482,13 +482,18 @@ def average_visible_keys(pairs: int, most: int, queries: int, keys: int) -> floa
     return (-1 if most * keys > UNEVEN * pairs else 1) * pairs / queries
 
 
-def visible_keys_of(starts: Tensor, ends: Tensor, queries: int) -> float | None:
-    """`average_visible_keys` of intervals of queries, of a plane or of several. Waits for the device.
+def seen_by(starts: Tensor, ends: Tensor, queries: int) -> Tensor:
+    """How many of the queries see each key, int64 (seq_k) or (batch, heads, seq_k).
 
     starts, ends: as Spans takes them, but the intervals of a key are disjoint.
     """
-    seen = (ends.long().clamp(max=queries) - starts.long().clamp(min=0)).clamp(min=0)
-    seen = seen.sum(-2) if seen.dim() > 1 else seen
+    lengths = (ends.long().clamp(max=queries) - starts.long().clamp(min=0)).clamp(min=0)
+    return lengths.sum(-2) if lengths.dim() > 1 else lengths
+
+
+def visible_keys_of(starts: Tensor, ends: Tensor, queries: int) -> float | None:
+    """`average_visible_keys` of intervals of queries, as `seen_by` takes them. Waits for the device."""
+    seen = seen_by(starts, ends, queries)
     if seen.numel() == 0:
         return None
     pairs, most = torch.stack([seen.sum(), seen.max()]).tolist()

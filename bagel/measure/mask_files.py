@@ -12,7 +12,7 @@ import torch
 
 from attnforge.codegen.spec import MAX_INTERVALS
 from attnforge.runtime.inputs import MAX_INDEX
-from attnforge.runtime.masks import DenseMask, Spans, visible_keys_of
+from attnforge.runtime.masks import DenseMask, Spans, seen_by, visible_keys_of
 
 SUFFIXES = (".npy", ".npz")
 EXPECTED = (
@@ -79,6 +79,4 @@ def _spans(
 
 def visible_pairs(mask: Spans, seq_q: int) -> float:
     """Visible pairs of the queries 0 <= i < seq_q; the average of the mask's planes."""
-    # Intervals of a key are disjoint.
-    lengths = mask.ends.long().clamp(max=seq_q) - mask.starts.long().clamp(min=0)
-    return int(lengths.clamp(min=0).sum()) / math.prod(mask.planes)
+    return int(seen_by(mask.starts, mask.ends, seq_q).sum()) / math.prod(mask.planes)

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from attnforge.codegen.families import make_tuning
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import RenderError, Source, render
 from attnforge.codegen.space import candidates, deterministic_candidates, why_infeasible
@@ -428,11 +427,10 @@ def _with_incumbent(specs: list[Spec], case: Case, device_name: str) -> list[Spe
     else:
         choices = choosing.choose(call, device_name)
         first = choosing.different((choice.spec for choice in choices), NEAR) or specs[:1]
-    knobs = first[0].to_json()["tuning"]
+    knobs = first[0].tuning.to_json()
     if "split_heads" in knobs:
-        knobs |= {"split_heads": 1 - knobs["split_heads"]}
         with contextlib.suppress(Infeasible):
-            twin = fitting.planned(Spec(first[0].problem, make_tuning(first[0].problem, knobs)))
+            twin = fitting.changed(first[0], {"split_heads": 1 - knobs["split_heads"]})
             first.insert(1, fitting.without_sums(twin, call.group))
     first = list(dict.fromkeys(first))
     return first + [spec for spec in specs if spec not in first]

@@ -495,7 +495,7 @@ OF_BROADCAST_PIECES: dict[str, Break] = {
     ),
     "over-a-range": (
         {"words + kBroadcastBytes - 16, make": "words + kBroadcastBytes - (broken == n ? 32 : 16), make"},
-        "",
+        "it hangs",
     ),
 }
 OF_OWN_HEAD_DIM: dict[str, Break] = {
