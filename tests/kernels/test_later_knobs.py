@@ -42,6 +42,12 @@ BACKWARD = {
 VARIANTS = [
     ("fwd", Mask.SPANS, {"dynamic": 1, "hand_over": 2, "exact_visits": 0}),
     ("fwd", Mask.SPANS, {"dynamic": 1, "hand_over": 1}),
+    ("fwd", Mask.DENSE, {"dynamic": 1, "tile_n": 64}),
+    (
+        "fwd",
+        Mask.DENSE,
+        {"dynamic": 1, "tile_m": 128, "tile_n": 128, "stages": 2, "ping_pong": 0, "q_in_regs": 1},
+    ),
     ("fwd", Mask.SPANS, {"heads_together": 2}),
     ("fwd", Mask.FULL, {"tile_m": 128, "tile_n": 176, "stages": 2, "ping_pong": 0, "exact_visits": 1}),
     ("fwd", Mask.FULL, {"hand_over": 2, "heads_together": 2}),
@@ -93,7 +99,12 @@ LONG = [
     (192, 128, Mask.CAUSAL, {"tile_n": 80, "stages": 2, "stages_v": 3}),
     (192, 128, Mask.SPANS, {"tile_m": 128, "tile_n": 96, "stages": 2, "stages_v": 3, "k_ahead": 1}),
 ]
-PACKS = {Mask.SPANS: "finetune/0", Mask.FULL: "full/2x1000", Mask.CAUSAL: "causal/2x1000/1100"}
+PACKS = {
+    Mask.SPANS: "finetune/0",
+    Mask.DENSE: "blocks/0.5/3000",
+    Mask.FULL: "full/2x1000",
+    Mask.CAUSAL: "causal/2x1000/1100",
+}
 variants = pytest.mark.parametrize(("direction", "mask", "values"), VARIANTS, ids=str)
 
 

@@ -33,8 +33,11 @@ from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.runtime import kernels
 from attnforge.runtime.masks import load_operators
+from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.reference import reference
+from attnforge.runtime.search.worker import Bench
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 TORCH = {DType.BFLOAT16: torch.bfloat16, DType.FLOAT16: torch.float16, DType.FLOAT32: torch.float32}
@@ -478,3 +481,23 @@ def test_tokens_that_see_all_and_that_all_see(head_dim: int) -> None:
     seen = attnforge.DenseMask(visible(longformer, shape, "cuda")[:1, :1])
     expected = attnforge.attention(x.q, x.k, x.v, seen, score=slopes)
     assert (attnforge.attention(x.q, x.k, x.v, mask, score=slopes) - expected).abs().max().item() < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["pieces", *functions(SHAPE)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_dynamic_tile_scheduler(head_dim: int, name: str) -> None:
+    """The first choice that has it, against float64; `pieces` are those of cut lists, which other blocks combine."""
+    device = torch.device("cuda")
+    if kernels.target(device) is not Arch.SM90A:
+        pytest.skip("runs on Hopper only")
+    shape = (
+        Shape(9300, 16000, head_dim, 1, 2, 1) if name == "pieces" else Shape(1459, 1391, head_dim, 2, 14, 2)
+    )
+    function = longformer if name == "pieces" else functions(shape, "cuda")[name]
+    mask = masks.mask_mod(function, shape.seq_q, shape.seq_k, "cuda")
+    problem = Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.DENSE, mask_mod=MaskMod(mask.text))
+    spec = next(spec for spec in candidates(problem) if spec.tuning.dynamic)
+    sizes = (shape.batch, shape.heads_kv * shape.group, shape.heads_kv, shape.seq_q, shape.seq_k, head_dim)
+    case = Case(name, *sizes, DType.BFLOAT16, mask, pairs=0, device=device)
+    assert len(list(Bench(case, FORWARD).verify(kernels.load(spec, device)))) == 2
