@@ -39,7 +39,7 @@ MASK = Struct(
 SCORE = Struct(
     "ScoreRef",
     (("const void*", "data"), ("long long", "stride[4]"), ("int", "size[4]")),
-    "A captured tensor of a score: its address, strides in elements, and sizes.",
+    "A captured tensor of a score or a mask function: its address, strides in elements, and sizes.",
 )
 STRUCTS = (TENSOR, MASK, SCORE)
 
@@ -64,7 +64,7 @@ FIELDS: tuple[Field, ...] = (
     Field(TENSOR.name, "dk", ""),
     Field(TENSOR.name, "dv", ""),
     Field(MASK.name, "dense", "dense mask as bytes, 1 where query i sees key j; or mask_bits"),
-    *(Field(SCORE.name, f"score{i}", f"t{i} of the score's formula") for i in range(MAX_TENSORS)),
+    *(Field(SCORE.name, f"score{i}", f"t{i} of the formula") for i in range(MAX_TENSORS)),
     *(Field(SCORE.name, f"dscore{i}", f"gradient of t{i}, float32, its shape") for i in range(MAX_TENSORS)),
     *(
         Field("unsigned long long*", f"score_bins{i}", _BINS.format(i, SCORE_WORDS))

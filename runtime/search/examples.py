@@ -37,24 +37,26 @@ INDEX = "README.md"
 def examples(directory: Path = GENERATED) -> list[Spec]:
     """The chosen specs, sorted by slug; none of a search for deterministic gradients.
 
-    For each (family, pass, mask kind) in the GPU tables: the entry at head_dim 128, or at the nearest one, in bf16,
-    without a score, of BAGEL-7B's GQA ratio and of its pretraining packs if there is one, of the most visible keys
-    where the mask lists them, then of the longest sequence, then of the highest speed. A (family, pass) without an
-    entry is shown by its first candidate for `spans`, at head_dim 128 if it takes that; the CPU's, whose tables and
-    first candidates belong to one machine, by `CPU_SHOWN`. Last, the kernel for short queries.
+    For each (family, pass, mask kind) in the GPU tables, where masks by a function are a kind of their own: the entry
+    at head_dim 128, or at the nearest one, in bf16, without a score, of BAGEL-7B's GQA ratio and of its pretraining
+    packs if there is one, of the most visible keys where the mask lists them, then of the longest sequence, then of the
+    highest speed. A (family, pass) without an entry is shown by its first candidate for `spans`, at head_dim 128 if it
+    takes that; the CPU's, whose tables and first candidates belong to one machine, by `CPU_SHOWN`. Last, the kernel for
+    short queries.
     """
-    chosen: dict[tuple[str, Direction, Mask], Spec] = {}
+    chosen: dict[tuple[str, Direction, Mask, bool], Spec] = {}
     plain = (entry for entry in tuned_entries(directory) if not entry.deterministic)
     gpu = (entry for entry in plain if entry.spec.problem.arch.is_gpu)
     for entry in sorted(gpu, key=_preference):
         problem = entry.spec.problem
-        chosen.setdefault((problem.family, problem.direction, problem.mask), entry.spec)
-    shown = {(family, direction) for family, direction, _ in chosen} | {("cpu", d) for d in Direction}
+        kind = problem.mask, bool(problem.mask_mod)
+        chosen.setdefault((problem.family, problem.direction, *kind), entry.spec)
+    shown = {(family, direction) for family, direction, *_ in chosen} | {("cpu", d) for d in Direction}
     for dim, arch, direction, dtype in product((FLAGSHIP, 256), Arch, Direction, DTYPES):
         problem = Problem(direction, arch, dtype, dim, Mask.SPANS, 16 if arch.is_gpu else 4)
         if (problem.family, direction) not in shown and (spec := _first(problem)) is not None:
             shown.add((problem.family, direction))
-            chosen[problem.family, direction, Mask.SPANS] = spec
+            chosen[problem.family, direction, Mask.SPANS, False] = spec
     short = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, FLAGSHIP, Mask.CAUSAL)
     specs = [*chosen.values(), *map(_on_cpu, CPU_SHOWN), next(splitting(short, RATIO * 64))]
     return sorted(specs, key=lambda spec: spec.slug)
@@ -157,6 +159,7 @@ _MASKS = {
     Mask.SPANS: "BAGEL's masks: tile lists built on the device from two int32 per key",
     Mask.DENSE: "any bool mask: one bit per pair, and tile lists made from it",
 }
+_FUNCTION = "any function: tiles classified by intervals of its values, pairs of partial tiles by calls of it"
 
 
 def index(specs: Iterable[Spec]) -> str:
@@ -171,7 +174,7 @@ def index(specs: Iterable[Spec]) -> str:
             f"[{spec.slug}]({render(spec).file_name})",
             problem.direction.value,
             problem.mask.value,
-            f"{what}. Mask: {_MASKS[problem.mask]}.",
+            f"{what}. Mask: {_FUNCTION if problem.mask_mod else _MASKS[problem.mask]}.",
         )
         rows.append(f"| {' | '.join(cells)} |")
     kernels = (

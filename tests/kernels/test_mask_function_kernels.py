@@ -497,7 +497,7 @@ def test_dynamic_tile_scheduler(head_dim: int, name: str) -> None:
     function = longformer if name == "pieces" else functions(shape, "cuda")[name]
     mask = masks.mask_mod(function, shape.seq_q, shape.seq_k, "cuda")
     problem = Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.DENSE, mask_mod=MaskMod(mask.text))
-    spec = next(spec for spec in candidates(problem) if spec.tuning.dynamic)
+    spec = next(spec for spec in candidates(problem) if spec.to_json()["tuning"]["dynamic"])
     sizes = (shape.batch, shape.heads_kv * shape.group, shape.heads_kv, shape.seq_q, shape.seq_k, head_dim)
     case = Case(name, *sizes, DType.BFLOAT16, mask, pairs=0, device=device)
     assert len(list(Bench(case, FORWARD).verify(kernels.load(spec, device)))) == 2
