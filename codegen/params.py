@@ -148,7 +148,9 @@ FIELDS: tuple[Field, ...] = (
     Field("int", "tiles_n", "ceil(seq_k / tile_n)"),
     Field("int", "blocks_n", "tiles_n + ceil(tiles_n / 8) - 1: blocks of a head where long lists are cut"),
     Field(
-        "int", "blocks_m", "tiles_m + ceil(tiles_m / 16) - 1: work tiles of a head where long lists are cut"
+        "int",
+        "blocks_m",
+        "tiles_m + max(ceil(tiles_m / 16) - 1, min(tiles_m / 4, 16)): of a head where long lists are cut",
     ),
     Field(
         "int", "piece_slots", "2 * (blocks_m - tiles_m): places of a head for results of pieces in out_accum"

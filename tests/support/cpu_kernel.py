@@ -12,6 +12,7 @@ from typing import Any
 
 import gxx
 import torch
+from list_pieces import more_pieces
 
 from attnforge.codegen import params
 from attnforge.codegen.plan import Plan
@@ -85,10 +86,8 @@ class Params(ctypes.Structure):
     def set_tiles(self, tile_m: int, tile_n: int) -> None:
         """The tiles of seq_q and seq_k, and how many pieces of cut lists there may be, as make_params sets them."""
         self.tiles_m, self.tiles_n = -(-self.seq_q // tile_m), -(-self.seq_k // tile_n)
-        self.blocks_n, self.blocks_m = (
-            self.tiles_n + -(-self.tiles_n // 8) - 1,
-            self.tiles_m + -(-self.tiles_m // 16) - 1,
-        )
+        self.blocks_n = self.tiles_n + more_pieces(self.tiles_n)
+        self.blocks_m = self.tiles_m + more_pieces(self.tiles_m, slots=True)
 
     def packed(self, names: tuple[str, ...]) -> ctypes.Array[ctypes.c_char]:
         """The argument of a kernel that prints the members `names`."""
