@@ -150,7 +150,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "int",
         "blocks_m",
-        "tiles_m + max(ceil(tiles_m / 16) - 1, min(tiles_m / 4, 16)): of a head where long lists are cut",
+        "tiles_m and 64 / (batch * heads_q) more, from tiles_m / 16 to tiles_m / 4, if long lists are cut",
     ),
     Field(
         "int", "piece_slots", "2 * (blocks_m - tiles_m): places of a head for results of pieces in out_accum"

@@ -116,10 +116,11 @@ inline Params make_params(const Call& c, const Variant& variant, const Tensor& o
     p.seq_k = static_cast<int>(c.k.size(2));
     p.tiles_m = static_cast<int>((p.seq_q + variant.tile_m - 1) / variant.tile_m);
     p.tiles_n = static_cast<int>((p.seq_k + variant.tile_n - 1) / variant.tile_n);
-    // Cutting lists of visits makes at most so many more pieces than tiles, see _order of schedule.cuh.jinja. In a
-    // forward 16 are enough for a few tokens that see all keys (docs/experiments.md, 137).
+    // Cutting lists of visits makes at most so many more pieces than tiles, see _order of schedule.cuh.jinja. Few heads
+    // need more of them to fill the GPU (docs/experiments.md, 137).
     p.blocks_n = p.tiles_n + (p.tiles_n + 7) / 8 - 1;
-    p.blocks_m = p.tiles_m + std::max((p.tiles_m + 15) / 16 - 1, std::min(p.tiles_m / 4, 16));
+    const int for_few = std::min(p.tiles_m / 4, 64 / std::max(p.batch * p.heads_q, 1));
+    p.blocks_m = p.tiles_m + std::max((p.tiles_m + 15) / 16 - 1, for_few);
     p.piece_slots = 2 * (p.blocks_m - p.tiles_m);
     p.padded_q = static_cast<int>(p.tiles_m * variant.tile_m);
     p.padded_k = static_cast<int>(p.tiles_n * variant.tile_n);

@@ -458,7 +458,8 @@ def is_cut(direction: Direction, head_dim: int, shape: Shape) -> bool:
     shows = near | ((q_tile <= 5000) & (q_tile + tile_m > 5000)) | (k_tile == 0)
     forward = direction is Direction.FORWARD
     counts = shows.sum(1 if forward else 0)
-    begins = [begin for _, begin, *_ in pieces(counts.tolist(), slots=forward)]
+    planes = shape.batch * shape.heads_kv * shape.group
+    begins = [begin for _, begin, *_ in pieces(counts.tolist(), forward, planes)]
     return make_plan(spec).cut_lists and any(begins)
 
 
@@ -481,6 +482,19 @@ def test_tokens_that_see_all_and_that_all_see(head_dim: int) -> None:
     seen = attnforge.DenseMask(visible(longformer, shape, "cuda")[:1, :1])
     expected = attnforge.attention(x.q, x.k, x.v, seen, score=slopes)
     assert (attnforge.attention(x.q, x.k, x.v, mask, score=slopes) - expected).abs().max().item() < 2e-2
+
+
+@pytest.mark.gpu
+def test_one_mask_for_calls_of_few_heads_and_of_many() -> None:
+    """Whose lists are cut into other numbers of pieces."""
+    few, many = Shape(9300, 16000, 64, 1, 2, 1), Shape(9300, 16000, 64, 1, 70, 1)
+    mask = masks.mask_mod(longformer, few.seq_q, few.seq_k, "cuda")
+    for shape in (few, many, few):
+        x = draw(shape, BF16, "cuda")
+        q, k, v = (t.detach() for t in (x.q, x.k, x.v))
+        exact = reference(q[:, -2:], k, v, mask)
+        got = attnforge.attention(q, k, v, mask)[:, -2:]
+        assert (got - exact.out).abs().max().item() < 2e-2
 
 
 @pytest.mark.gpu

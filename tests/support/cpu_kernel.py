@@ -84,10 +84,13 @@ class Params(ctypes.Structure):
     _fields_ = tuple((f.name, CTYPES.get(f.ctype, ctypes.c_void_p)) for f in params.FIELDS)
 
     def set_tiles(self, tile_m: int, tile_n: int) -> None:
-        """The tiles of seq_q and seq_k, and how many pieces of cut lists there may be, as make_params sets them."""
+        """The tiles of seq_q and seq_k, and how many pieces of cut lists there may be, as make_params sets them.
+
+        Reads batch and heads_q, too.
+        """
         self.tiles_m, self.tiles_n = -(-self.seq_q // tile_m), -(-self.seq_k // tile_n)
         self.blocks_n = self.tiles_n + more_pieces(self.tiles_n)
-        self.blocks_m = self.tiles_m + more_pieces(self.tiles_m, slots=True)
+        self.blocks_m = self.tiles_m + more_pieces(self.tiles_m, True, max(self.batch * self.heads_q, 1))
 
     def packed(self, names: tuple[str, ...]) -> ctypes.Array[ctypes.c_char]:
         """The argument of a kernel that prints the members `names`."""

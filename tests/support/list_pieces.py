@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 
-def more_pieces(tiles: int, slots: bool = False) -> int:
+def more_pieces(tiles: int, slots: bool = False, planes: int = 1) -> int:
     """By how many at most there are more pieces than tiles; arguments as of `pieces`."""
-    return max(-(-tiles // 16) - 1, min(tiles // 4, 16)) if slots else -(-tiles // 8) - 1
+    return max(-(-tiles // 16) - 1, min(tiles // 4, 64 // planes)) if slots else -(-tiles // 8) - 1
 
 
-def pieces(counts: list[int], slots: bool = False) -> list[list[int]]:
+def pieces(counts: list[int], slots: bool = False, planes: int = 1) -> list[list[int]]:
     """The order of tiles, or pieces of them, whose lists have these lengths: [tile, first visit, visits].
 
-    slots: those of a forward, of which a piece also has a slot, -1 if the list is whole.
+    slots: those of a forward of `planes` heads in all, of which a piece also has a slot, -1 if the list is whole.
     """
-    spare = more_pieces(len(counts), slots)
+    spare = more_pieces(len(counts), slots, planes)
     least = max(16, 3 * sum(counts) // ((1 if slots else 2) * len(counts)))
     most = max(least, sum(count for count in counts if count > least) // (spare + 1) + 1)
     lengths = [-(-count // max(1, -(-count // max(most, -(-count // 32))))) for count in counts]
