@@ -150,7 +150,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "int",
         "blocks_m",
-        "tiles_m and 64 / (batch * heads_q) more, from tiles_m / 16 to tiles_m / 4, if long lists are cut",
+        "work tiles of a head where long lists are cut: 1/16 to 1/4 more than tiles_m, most for few heads",
     ),
     Field(
         "int", "piece_slots", "2 * (blocks_m - tiles_m): places of a head for results of pieces in out_accum"

@@ -71,7 +71,7 @@ struct Params {
     int seq_k;
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
-    int blocks_m;  // tiles_m and 64 / (batch * heads_q) more, from tiles_m / 16 to tiles_m / 4, if long lists are cut
+    int blocks_m;  // work tiles of a head where long lists are cut: 1/16 to 1/4 more than tiles_m, most for few heads
     int piece_slots;  // 2 * (blocks_m - tiles_m): places of a head for results of pieces in out_accum
     int list_stride;  // entries per row of tile_list
     int mask_batches;  // batch if each entry has a plane of its own, else 1

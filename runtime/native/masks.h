@@ -33,11 +33,11 @@ struct ScheduleKey {
     int64_t group;  // q heads that share an order of tiles
     int64_t seq_k, batches, heads;  // nor does a function determine these: planes of batch entries and heads
     int64_t slots;                  // visits whose bits there is memory for
-    int64_t pieces;                 // of a forward's cut lists, at most; 0: it cuts none
+    int64_t order;                  // ScheduleLayout::order: few heads have more pieces of lists
 
     bool operator==(const ScheduleKey& o) const {
         return kind == o.kind && seq_q == o.seq_q && group == o.group && seq_k == o.seq_k && batches == o.batches &&
-               heads == o.heads && slots == o.slots && pieces == o.pieces;
+               heads == o.heads && slots == o.slots && order == o.order;
     }
 };
 

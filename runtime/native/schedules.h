@@ -106,9 +106,8 @@ inline Attached attach_schedule(const Variant& variant, const Tensor& data, Para
     }
     const bool own = params.mask_heads > params.heads_kv;  // has each q head of a group a plane of its own?
     const int64_t group = variant.grouped && own ? params.heads_q / params.heads_kv : 1;
-    const int64_t pieces = variant.cut_lists && !variant.owner_n ? params.blocks_m : 0;
     const ScheduleKey key{variant.schedule_number, params.seq_q,      group,            params.seq_k,
-                          params.mask_batches,     params.mask_heads, params.bit_slots, pieces};
+                          params.mask_batches,     params.mask_heads, params.bit_slots, layout.order};
     result.schedule = schedule_of(*state, key, variant, layout, params, stream);
     layout.point(variant, params, result.schedule->tables);
     if (here && *here != *result.schedule->stream) {

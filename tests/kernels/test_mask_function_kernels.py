@@ -16,7 +16,7 @@ import torch
 from cpu_kernel import Params, ScoreRef, full_params
 from emulator import FLAGS, PARTS, Emulated
 from list_pieces import pieces
-from mask_functions import functions, visible
+from mask_functions import Function, functions, visible
 from oracle import Shape, check, draw
 from score_oracle import compare
 from spaces import part, quickly
@@ -33,7 +33,7 @@ from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates, why_infeasible
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime import kernels
+from attnforge.runtime import kernels, ops
 from attnforge.runtime.masks import load_operators
 from attnforge.runtime.search.case import Case
 from attnforge.runtime.search.reference import reference
@@ -45,6 +45,15 @@ LIMIT = {DType.BFLOAT16: 1e-2, DType.FLOAT16: 2e-3, DType.FLOAT32: 2e-5}
 SHAPE = Shape(70, 161, 32, 2, 2, 2)
 
 
+def longformer(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """A window, a query that sees all keys, and keys that all queries see."""
+    return ((q_idx - kv_idx).abs() <= 60) | (q_idx == 5000) | (kv_idx < 8)
+
+
+def named(name: str, shape: Shape, device: str = "cpu") -> Function:
+    return longformer if name == "longformer" else functions(shape, device)[name]
+
+
 def first(
     direction: Direction,
     arch: Arch,
@@ -54,7 +63,7 @@ def first(
     score: str = "",
     knobs: Mapping[str, bool] = MappingProxyType({}),
 ) -> Spec:
-    text = MaskMod(masks.mask_mod(functions(SHAPE)[name], SHAPE.seq_q, SHAPE.seq_k, "cpu").text)
+    text = MaskMod(masks.mask_mod(named(name, SHAPE), SHAPE.seq_q, SHAPE.seq_k, "cpu").text)
     problem = Problem(direction, arch, dtype, head_dim, Mask.DENSE, mask_mod=text, score=ScoreMod(score))
     return next(s for s in candidates(problem) if knobs.items() <= s.to_json()["tuning"].items())
 
@@ -439,16 +448,9 @@ def test_deterministic_and_in_a_cuda_graph() -> None:
         assert (out - expected).abs().max().item() < 2e-2
 
 
-def longformer(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """A window, a query that sees all keys, and keys that all queries see."""
-    return ((q_idx - kv_idx).abs() <= 60) | (q_idx == 5000) | (kv_idx < 8)
-
-
 def is_cut(direction: Direction, head_dim: int, shape: Shape) -> bool:
     """Does the first choice of the Hopper kernels cut a list of `longformer`?"""
-    mod = MaskMod(masks.mask_mod(longformer, shape.seq_q, shape.seq_k, "cpu").text)
-    problem = Problem(direction, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.DENSE, mask_mod=mod)
-    spec = next(iter(candidates(problem)))
+    spec = first(direction, Arch.SM90A, DType.BFLOAT16, "longformer", head_dim)
     tile_m, tile_n = spec.tuning.tile_m, spec.tuning.tile_n
     q_tile, k_tile = (
         torch.arange(-(-size // tile)) * tile for size, tile in ((shape.seq_q, tile_m), (shape.seq_k, tile_n))
@@ -486,32 +488,34 @@ def test_tokens_that_see_all_and_that_all_see(head_dim: int) -> None:
 
 @pytest.mark.gpu
 def test_one_mask_for_calls_of_few_heads_and_of_many() -> None:
-    """Whose lists are cut into other numbers of pieces."""
-    few, many = Shape(9300, 16000, 64, 1, 2, 1), Shape(9300, 16000, 64, 1, 70, 1)
+    """Its lists are cut into other numbers of pieces, for the same kernel."""
+    device = torch.device("cuda")
+    if kernels.target(device) is not Arch.SM90A:
+        pytest.skip("runs on Hopper only")
+    handle = kernels.load(first(FORWARD, Arch.SM90A, DType.BFLOAT16, "longformer", 64), device)
+    few, many = Shape(9300, 16000, 64, 2), Shape(9300, 16000, 64, 70)
     mask = masks.mask_mod(longformer, few.seq_q, few.seq_k, "cuda")
     for shape in (few, many, few):
         x = draw(shape, BF16, "cuda")
         q, k, v = (t.detach() for t in (x.q, x.k, x.v))
-        exact = reference(q[:, -2:], k, v, mask)
-        got = attnforge.attention(q, k, v, mask)[:, -2:]
-        assert (got - exact.out).abs().max().item() < 2e-2
+        exact = reference(q[:, -2:], k[:, -2:], v[:, -2:], mask)
+        out, _ = ops.forward(q, k, v, mask, variant=handle)
+        assert (out[:, -2:] - exact.out).abs().max().item() < 2e-2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["pieces", *functions(SHAPE)])
+@pytest.mark.parametrize("name", ["longformer", *functions(SHAPE)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_dynamic_tile_scheduler(head_dim: int, name: str) -> None:
-    """The first choice that has it, against float64; `pieces` are those of cut lists, which other blocks combine."""
+    """The first choice that has it, against float64; the lists of `longformer` are cut."""
     device = torch.device("cuda")
     if kernels.target(device) is not Arch.SM90A:
         pytest.skip("runs on Hopper only")
-    shape = (
-        Shape(9300, 16000, head_dim, 1, 2, 1) if name == "pieces" else Shape(1459, 1391, head_dim, 2, 14, 2)
-    )
-    function = longformer if name == "pieces" else functions(shape, "cuda")[name]
-    mask = masks.mask_mod(function, shape.seq_q, shape.seq_k, "cuda")
-    problem = Problem(FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, Mask.DENSE, mask_mod=MaskMod(mask.text))
-    spec = next(spec for spec in candidates(problem) if spec.to_json()["tuning"]["dynamic"])
+    shape = Shape(1459, 1391, head_dim, 2, 14, 2)
+    if name == "longformer":
+        shape = Shape(9300, 16000, head_dim, 1, 2, 1)
+    mask = masks.mask_mod(named(name, shape, "cuda"), shape.seq_q, shape.seq_k, "cuda")
     sizes = (shape.batch, shape.heads_kv * shape.group, shape.heads_kv, shape.seq_q, shape.seq_k, head_dim)
     case = Case(name, *sizes, DType.BFLOAT16, mask, pairs=0, device=device)
+    spec = first(FORWARD, Arch.SM90A, DType.BFLOAT16, name, head_dim, knobs={"dynamic": True})
     assert len(list(Bench(case, FORWARD).verify(kernels.load(spec, device)))) == 2
