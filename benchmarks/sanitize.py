@@ -46,6 +46,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 LENGTH = 400  # long enough that buffers are reused; no tile size divides it
 WALKS = 24  # sequences for persistent blocks: more work tiles than an H200 has multiprocessors
 SHORT = 40, 6 * LENGTH  # queries and keys of kernels that split the keys: several ranges of several tiles
+BATCHES = 1, 12  # of those: an H200 splits the keys among blocks, and among those of a cluster
 HANGS = 240  # seconds after which a process is ended
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
@@ -79,13 +80,21 @@ def short_specs(archs: Sequence[Arch]) -> Iterator[Spec]:
 
 
 def run_kernel(slug: str, listed: Path | None) -> None:
-    """Launch one kernel once. Inputs come from the host, so that initcheck sees them written."""
+    """Launch one kernel, once or for each of BATCHES."""
     spec = next(spec for spec in gpu_specs(listed) if spec.slug == slug)
+    persistent = any(launch.persistent for launch in make_plan(spec).launches)
+    for batch in BATCHES if getattr(spec.tuning, "splits", 0) else (WALKS if persistent else 1,):
+        launch(spec, batch)
+    torch.cuda.synchronize()
+    print("launched", slug)
+
+
+def launch(spec: Spec, batch: int) -> None:
+    """Inputs come from the host, so that initcheck sees them written."""
     problem = spec.problem
     dtype, generator = kernels.TORCH_DTYPES[problem.dtype], torch.Generator().manual_seed(0)
     seq_q, seq_k = SHORT if getattr(spec.tuning, "splits", 0) else (LENGTH, LENGTH)
     dim, dim_v = problem.head_dim, problem.head_dim_v
-    batch = WALKS if any(launch.persistent for launch in make_plan(spec).launches) else 1
     q, k, v, dout = (
         torch.randn(batch, length, heads, width, generator=generator).to(dtype).cuda().transpose(1, 2)
         for length, heads, width in ((seq_q, 4, dim), (seq_k, 2, dim), (seq_k, 2, dim_v), (seq_q, 4, dim_v))
@@ -99,8 +108,6 @@ def run_kernel(slug: str, listed: Path | None) -> None:
         out = torch.randn(dout.shape, generator=generator).to(dtype).cuda()
         lse = torch.full(dout.shape[:3], math.log(LENGTH)).cuda()
         ops.backward(dout, q, k, v, out, lse, mask, None, False, handle, score=score)
-    torch.cuda.synchronize()
-    print("launched", slug)
 
 
 def score_of(problem: Problem, generator: torch.Generator) -> Score | None:

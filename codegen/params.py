@@ -90,7 +90,7 @@ FIELDS: tuple[Field, ...] = (
     Field(
         "float*",
         "out_accum",
-        "fp32 out and lse of ranges of keys, (kv_splits, batch, heads_q, seq_q, columns), or of pieces",
+        "fp32 out and lse of splits of keys, (kv_splits, batch, heads_q, seq_q, columns), or of pieces",
     ),
     Field("int*", "bounds", "(padded_k, 2) starts and ends side by side, 0 0 past seq_k"),
     Field("unsigned*", "bits", "(mask_planes, padded_q or padded_k, bits_row) dense mask, 32 pairs a word"),
@@ -156,8 +156,11 @@ FIELDS: tuple[Field, ...] = (
         "int", "piece_slots", "2 * (blocks_m - tiles_m): places of a head for results of pieces in out_accum"
     ),
     Field("int", "tiles_packed", "ceil(seq_q * heads_q / heads_kv / tile_m)"),
-    Field("int", "kv_splits", "ranges that the keys of each query tile are split into"),
-    Field("int", "combine_warps", "warps that combine the results of a row's ranges: 1, 2, 4 or 8"),
+    Field(
+        "int", "kv_splits", "parts that the keys of each query tile are split into, of a block or a cluster"
+    ),
+    Field("int", "cluster_size", "blocks of a cluster, which share a part of the keys, 1 to 8"),
+    Field("int", "combine_warps", "warps that combine the results of a row's splits: 1, 2, 4 or 8"),
     Field("int", "combine_blocks", "their blocks, of 8 warps; 0 if kv_splits is 1"),
     Field("int", "list_stride", "entries per row of tile_list"),
     Field("int", "mask_batches", "batch if each entry has a plane of its own, else 1"),

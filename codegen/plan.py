@@ -25,7 +25,7 @@ class Launch:
     """One kernel launch. The grid is one-dimensional: the product of the sizes named in `grid`.
 
     Names: `batch`, `heads_q`, `heads_kv`, `seq_q`, `tiles_m`, `tiles_n`, `blocks_m`, `blocks_n`, `tiles_packed`,
-    `kv_splits`, `combine_blocks`, `mask_planes`. Of size 0 there is nothing to launch.
+    `kv_splits`, `cluster_size`, `combine_blocks`, `mask_planes`. Of size 0 there is nothing to launch.
     The block index decodes in the order the kernel documents. On the CPU `threads` and `shared_bytes` are 0 and the
     function is called once.
     """
@@ -38,6 +38,7 @@ class Launch:
     # May start before the launch before it has ended (programmatic stream serialisation), where the driver can do so:
     # its blocks wait themselves, with griddepcontrol.wait. Never the first launch of a plan.
     overlaps: bool = False
+    clustered: bool = False  # `cluster_size` consecutive blocks are a cluster
     per_tile: int = 1  # blocks that share a tile: the grid is so many times the product
 
 

@@ -127,6 +127,7 @@ LAUNCH: tuple[Field, ...] = (
     _same("unsigned", "shared_bytes", ""),
     _same("bool", "persistent", "at most one block per multiprocessor"),
     _same("bool", "overlaps", "may start before the launch before it has ended, if the driver can do so"),
+    _same("bool", "clustered", "`cluster_size` consecutive blocks are a cluster"),
     _same("int64_t", "per_tile", "blocks that share a tile: the grid is so many times the product"),
 )
 # Of a codegen.plan.TensorMap.

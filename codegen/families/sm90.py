@@ -349,13 +349,13 @@ def _split(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     bounds = t.tile_n * 8 * p.intervals if p.mask is Mask.SPANS else 0
     shared = t.tile_m * row + t.stages * (t.tile_n * (row + row_v) + bounds + 4 * 8)  # four barriers
     require_shared(shared)
-    grid = ("tiles_packed", "kv_splits", "heads_kv", "batch")
+    grid = ("cluster_size", "tiles_packed", "kv_splits", "heads_kv", "batch")
     combine = Launch(f"{spec.symbol}_combine", ("combine_blocks",), COMBINE_THREADS, overlaps=True)
     return Plan(
         spec=spec,
         template="sm90a/forward_split.cu.jinja",
         suffix=".cu",
-        launches=(Launch(spec.symbol, grid, 128 * (consumers + 1), shared), combine),
+        launches=(Launch(spec.symbol, grid, 128 * (consumers + 1), shared, clustered=True), combine),
         schedule=schedule_launches(spec, "tiles_m"),
         owner="m",
         registers=live + REGISTERS_BESIDES,

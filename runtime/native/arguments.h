@@ -240,7 +240,7 @@ inline Scratch out_accum_of(const Tensor& q, const Variant& variant, Params& p) 
         p.out_accum = memory.data<float>();
         return memory;
     }
-    set_kv_splits(variant, variant.multiprocessors, p);
+    set_kv_splits(variant, p);
     if (p.kv_splits <= 1) {
         return {};
     }

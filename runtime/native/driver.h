@@ -31,18 +31,36 @@ struct Driver {
                              const unsigned*, int, int, int, int);
     int (*tensor_map_move)(void*, void*);
     int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
-    int (*launch_with)(const LaunchConfig*, void*, void**, void**);  // null if kernels cannot overlap
+    // Both null with drivers whose kernels cannot overlap; there, clusters have one block.
+    int (*launch_with)(const LaunchConfig*, void*, void**, void**);
+    int (*most_clusters)(int*, void*, const LaunchConfig*);
 
-    // Puts a kernel into `stream`. `overlaps`: it may start before the one before has ended, and waits itself for what
-    // it needs; launched without overlap, that wait returns at once.
-    int enqueue(void* function, unsigned blocks, unsigned threads, unsigned shared_bytes, bool overlaps, void* stream,
-                void** arguments) const {
-        if (!overlaps || launch_with == nullptr) {
-            return launch(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, nullptr);
+    // Puts a kernel into `stream`.
+    int enqueue(void* function, const LaunchShape& shape, void* stream, void** arguments) const {
+        const bool overlaps = shape.overlaps && launch_with != nullptr;
+        if (!overlaps && shape.cluster == 1) {
+            return launch(function, shape.blocks, 1, 1, shape.threads, 1, 1, shape.shared_bytes, stream, arguments,
+                          nullptr);
         }
-        static LaunchAttribute overlap{kProgrammaticStreamSerialization, 0, {1}};
-        const LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, shared_bytes, stream, &overlap, 1};
+        LaunchAttribute attributes[2];
+        unsigned count = 0;
+        if (overlaps) {
+            attributes[count++] = overlap_attribute();
+        }
+        if (shape.cluster > 1) {
+            attributes[count++] = cluster_attribute(shape.cluster);
+        }
+        const LaunchConfig config = launch_config(shape, stream, attributes, count);
         return launch_with(&config, function, arguments, nullptr);
+    }
+
+    // How many clusters of such a launch the current device holds at a time.
+    int count_clusters(void* function, const LaunchShape& shape) const {
+        LaunchAttribute attribute = cluster_attribute(shape.cluster);
+        const LaunchConfig config = launch_config(shape, nullptr, &attribute, 1);
+        int count = 0;
+        check(most_clusters(&count, function, &config), "counting clusters");
+        return count;
     }
 
     void check(int result, const char* what) const {
@@ -90,6 +108,7 @@ inline const Driver& driver() {
         d.check(get_version(&version), "cuDriverGetVersion");
         if (version >= kOverlappingDriver) {
             load("cuLaunchKernelEx", d.launch_with);
+            load("cuOccupancyMaxActiveClusters", d.most_clusters);
         }
         return d;
     }();

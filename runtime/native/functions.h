@@ -80,7 +80,7 @@ inline void launch_function(int64_t handle, int64_t blocks, int64_t threads, con
     const c10::DeviceGuard guard(f.device);
     ensure_context(f.device);
     void* arguments[] = {data};
-    driver().check(driver().enqueue(f.entry, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, false,
+    driver().check(driver().enqueue(f.entry, {static_cast<unsigned>(blocks), static_cast<unsigned>(threads)},
                                     current_stream(f.device), arguments),
                    f.name.c_str());
 }

@@ -3,15 +3,26 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 #include <c10/core/DeviceGuard.h>
 
 #include "driver.h"
-#include "split_choice.h"
 #include "variant.h"
 
 namespace attnforge {
+
+// What `choose_splits` reads of the device of a variant that splits the keys.
+inline void measure_device(Variant& variant) {
+    const Launch& main = variant.launches.front();
+    variant.clusters[1] = static_cast<int>(variant.split_blocks) * variant.multiprocessors;
+    if (!main.clustered) {
+        return;
+    }
+    variant.bandwidth = relative_bandwidth(variant.device);
+    for (unsigned size = 2; size <= kMostOfCluster && driver().most_clusters != nullptr; ++size) {
+        variant.clusters[size] = driver().count_clusters(main.function, {size, main.threads, main.shared_bytes, size});
+    }
+}
 
 // Completes `variant` for `device`. `find(symbol)` returns a function there: a CUfunction, or on the CPU its address;
 // on a GPU it is called with the device's context current.
@@ -38,6 +49,7 @@ void load_functions(Variant& variant, c10::Device device, Find find) {
             }
         }
     }
+    measure_device(variant);
 }
 
 // The argument of a variant's kernels: the members of Params that they have.
@@ -72,13 +84,8 @@ inline unsigned blocks_of(const Launch& launch, const Params& params, int multip
 
 constexpr int kCombineWarps = 8;  // of a block of _combine (codegen/families/limits.py: COMBINE_THREADS)
 
-// What a range costs beside its key tiles, in key tiles: its rows of q, a pipeline that fills and drains, its results.
-constexpr int64_t kTilesBeside = 8;
-
-// Chooses how many ranges a variant that can do so splits the keys into. Others have 0. Blocks run in rounds of as many
-// as the device holds, all of about the same length. For each number of rounds, the ranges that fill them are
-// considered.
-inline void set_kv_splits(const Variant& variant, int multiprocessors, Params& p) {
+// Of a variant that splits the keys: into how many parts, and how many warps combine their results. Others have 0.
+inline void set_kv_splits(const Variant& variant, Params& p) {
     if (variant.split_blocks == 0) {
         return;
     }
@@ -87,20 +94,14 @@ inline void set_kv_splits(const Variant& variant, int multiprocessors, Params& p
                       " heads for each of k are ", rows, " rows, more than ", variant.name,
                       ", which splits the keys, can number with an int; split the queries into several calls");
     p.tiles_packed = static_cast<int>((rows + variant.tile_m - 1) / variant.tile_m);
-    const int64_t work_tiles = int64_t{p.tiles_packed} * p.heads_kv * p.batch;
-    const int64_t blocks = variant.split_blocks * multiprocessors;
-    const int64_t least = (work_tiles + blocks - 1) / blocks;
-    int64_t best = std::numeric_limits<int64_t>::max();
-    for (int64_t rounds = least; rounds < least + 4; ++rounds) {
-        const int64_t most = std::clamp<int64_t>(rounds * blocks / work_tiles, 1, p.tiles_n);
-        const int64_t tiles_of_range = (p.tiles_n + most - 1) / most;
-        const int64_t time = rounds * (tiles_of_range + kTilesBeside);
-        if (time < best) {
-            best = time;
-            p.kv_splits = static_cast<int>((p.tiles_n + tiles_of_range - 1) / tiles_of_range);
-        }
-    }
-    // A warp has 4 ranges of a row, which it loads at once, or more where a block is not enough.
+    const int64_t planes = int64_t{p.heads_kv} * p.batch;
+    constexpr double kVisitsOfLoads = 1.0 / 60;  // of K and V of a key tile, where an H100's memory is the bound
+    const double loads = static_cast<double>(planes * p.tiles_n) * kVisitsOfLoads / variant.bandwidth;
+    const bool clustered = variant.launches.front().clustered;
+    const Splits splits = choose_splits(variant.clusters, p.tiles_packed * planes, p.tiles_n, clustered ? loads : 0);
+    p.kv_splits = splits.kv_splits;
+    p.cluster_size = splits.cluster_size;
+    // A warp has 4 splits of a row, which it loads at once, or more where a block is not enough.
     const int64_t warps = (p.kv_splits + 3) / 4;
     p.combine_warps = warps <= 1 ? 1 : warps <= 2 ? 2 : warps <= 4 ? 4 : kCombineWarps;
     const int64_t all = int64_t{p.batch} * p.heads_q * p.seq_q * p.combine_warps;
@@ -123,9 +124,9 @@ inline void run(const Variant& variant, const std::vector<Launch>& launches, con
     void* arguments[] = {packed.data(), const_cast<TensorMaps*>(maps)};
     for (const Launch& launch : launches) {
         if (const unsigned blocks = blocks_of(launch, params, variant.multiprocessors)) {
-            driver().check(driver().enqueue(launch.function, blocks, launch.threads, launch.shared_bytes,
-                                            launch.overlaps, stream, arguments),
-                           launch.symbol.c_str());
+            const unsigned cluster = launch.clustered ? params.cluster_size : 1;
+            const LaunchShape shape{blocks, launch.threads, launch.shared_bytes, cluster, launch.overlaps};
+            driver().check(driver().enqueue(launch.function, shape, stream, arguments), launch.symbol.c_str());
         }
     }
 }

@@ -77,7 +77,7 @@ template <size_t n>
 void launch_mask_kernel(void* function, int64_t blocks, c10::Device device, std::array<void*, n> arguments) {
     TORCH_CHECK_VALUE(blocks < (int64_t{1} << 31), "mask: too large, it would take ", blocks, " blocks");
     ensure_context(device);
-    driver().check(driver().enqueue(function, static_cast<unsigned>(blocks), kMaskThreads, 0, false,
+    driver().check(driver().enqueue(function, {static_cast<unsigned>(blocks), kMaskThreads},
                                     current_stream(device), arguments.data()),
                    "launching a mask kernel");
 }

@@ -1,9 +1,11 @@
-// Whether a forward of few queries splits the keys.
+// Whether a forward of few queries splits the keys, and into how many parts.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <climits>
 #include <cstdint>
+#include <limits>
 
 namespace attnforge {
 
@@ -51,6 +53,42 @@ inline bool splitting_is_faster(const SplitSizes& s) {
     const double products = work_tiles / static_cast<double>(s.multiprocessors) * (key_tiles + kBesideTile);
     const double split = std::max(products, loads) + kBesideCall;
     return split < whole;
+}
+
+constexpr int kMostOfCluster = 8;  // blocks, of all devices that have clusters
+using ClusterCounts = std::array<int, kMostOfCluster + 1>;  // by the number of their blocks
+
+// `kv_splits` parts of the keys, each for a cluster of `cluster_size` blocks that share it.
+struct Splits {
+    int kv_splits, cluster_size;
+};
+
+// How the keys of `work_tiles` work tiles, `tiles_n` tiles of keys each, are split. `held`: clusters that the device
+// holds at a time. They run in rounds of as many, all of about the same length; for each number of rounds, the ranges
+// that fill them are considered. Times are predicted in visits of a key tile. `loads`: what they are at least, as K and
+// V are read from memory. The constants fit 144 cases on an H200, of kernels with 64 and 128 rows: the choice takes
+// 1.003 times as long as the fastest one of those measured (docs/experiments.md, 138).
+inline Splits choose_splits(const ClusterCounts& held, int64_t work_tiles, int64_t tiles_n, double loads) {
+    constexpr double kBesideRound = 10;  // rows of q, a pipeline that fills and drains, results
+    constexpr double kBesideSplits = 0.5;  // memory for results, and the kernel that combines them
+    double best = std::numeric_limits<double>::max();
+    Splits chosen{1, 1};
+    for (int64_t size = 1; size <= kMostOfCluster; ++size) {
+        const int64_t least = held[size] == 0 ? 0 : (work_tiles + held[size] - 1) / held[size];
+        for (int64_t rounds = least; least > 0 && rounds < least + 4; ++rounds) {
+            const int64_t most = std::clamp<int64_t>(rounds * held[size] / work_tiles * size, 1, tiles_n);
+            const int64_t tiles_of_range = (tiles_n + most - 1) / most;
+            const int64_t ranges = (tiles_n + tiles_of_range - 1) / tiles_of_range;
+            const int64_t splits = (ranges + size - 1) / size;
+            const double visits = std::max(static_cast<double>(rounds * tiles_of_range), loads);
+            const double time = visits + kBesideRound * static_cast<double>(rounds) + (splits > 1 ? kBesideSplits : 0);
+            if (time < best) {
+                best = time;
+                chosen = {static_cast<int>(splits), static_cast<int>(size)};
+            }
+        }
+    }
+    return chosen;
 }
 
 }  // namespace attnforge

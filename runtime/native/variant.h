@@ -11,6 +11,7 @@
 #include <c10/util/Exception.h>
 
 #include "params.h"
+#include "split_choice.h"
 #include "tensor_maps.h"
 #include "variant_fields.h"
 
@@ -35,6 +36,8 @@ struct Variant : VariantFields {
     std::vector<Launch> schedule;
     std::vector<TensorMapPlan> tensor_maps;  // second argument of the launches
     int multiprocessors = 0;
+    ClusterCounts clusters{};  // of blocks that split the keys, that the device holds at a time
+    double bandwidth = 1;  // of its memory, over an H100's
 };
 
 // ---- Values ---------------------------------------------------------------------------------------------------------
@@ -111,11 +114,13 @@ void read_fields(Fields& fields, Lines lines, const char* what) {
 inline std::vector<int Params::*> grid_sizes(const std::vector<std::string>& names) {
     constexpr const char* known[] = {"batch",        "heads_q",   "heads_kv",       "seq_q",
                                      "tiles_m",      "tiles_n",   "blocks_m",       "blocks_n",
-                                     "tiles_packed", "kv_splits", "combine_blocks", "mask_planes"};
+                                     "tiles_packed", "kv_splits", "cluster_size",   "combine_blocks",
+                                     "mask_planes"};
     constexpr int Params::*members[] = {&Params::batch,        &Params::heads_q,   &Params::heads_kv,
                                         &Params::seq_q,        &Params::tiles_m,   &Params::tiles_n,
                                         &Params::blocks_m,     &Params::blocks_n,  &Params::tiles_packed,
-                                        &Params::kv_splits,    &Params::combine_blocks, &Params::mask_planes};
+                                        &Params::kv_splits,    &Params::cluster_size, &Params::combine_blocks,
+                                        &Params::mask_planes};
     std::vector<int Params::*> sizes;
     for (const std::string& name : names) {
         sizes.push_back(members[place_among("grid", name, known)]);

@@ -1,4 +1,4 @@
-"""Run the Hopper forward for wide heads, by pairs of blocks, on the CPU: wide.cpp in place of its PTX functions."""
+"""Run Hopper forwards with clusters on the CPU, for wide heads and short queries: wide.cpp in place of their PTX."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class EmulatedWideForward:
         self.plan = source.plan
         self.library = compiled(translate(source, breaks or {}), directory)
         self.schedule = EmulatedSchedule(spec, directory) if self.plan.schedule else None
+        self.splits = 1, 1  # of the keys, and blocks of a cluster, of a kernel that splits them
 
     def forward(
         self, tensors: dict[str, Tensor], mask: AnyMask, seed: int = 0, change: int = 0
@@ -48,12 +49,17 @@ class EmulatedWideForward:
         p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
         p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
         p.lse = lse.data_ptr()
-        tables = self._attach(p, mask)
+        tables = self._attach(p, mask) | self._split_keys(p)
         maps, first = tensor_maps(self.plan.tensor_maps, tensors)
-        self.library.prepare(seed, change, None, ctypes.c_long(0))
-        clusters = math.prod(getattr(p, name) for name in launch.grid)
-        sizes = clusters, launch.per_tile, launch.threads, launch.shared_bytes
+        results = tables.get("out_accum")
+        size = 0 if results is None else results.numel()
+        self.library.prepare(seed, change, ctypes.c_void_p(p.out_accum), ctypes.c_long(size))
+        size = p.cluster_size if launch.clustered else launch.per_tile
+        clusters = math.prod(getattr(p, name) for name in launch.grid if name != "cluster_size")
+        sizes = clusters, size, launch.threads, launch.shared_bytes
         said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), *sizes).decode()
+        if p.combine_blocks and not said:
+            self.library.run_combine(ctypes.byref(p), p.combine_blocks, self.plan.launches[1].threads)
         del tables, maps
         return said, tensors["out"], lse
 
@@ -89,6 +95,17 @@ class EmulatedWideForward:
         if error > LSE_LIMIT * max(size, 1):
             return f"lse: error {error:.3g} of {size:.3g}"
         return ""
+
+    def _split_keys(self, p: Params) -> dict[str, Tensor]:
+        """As runtime/native/arguments.h, into `self.splits`; returns the memory of results."""
+        if not self.plan.split_blocks:
+            return {}
+        p.set_splits(*self.splits, self.plan.spec.tuning.tile_m)
+        results = torch.full(
+            (p.kv_splits * p.batch * p.heads_q * p.seq_q * (self.plan.columns_v + 1),), math.nan
+        )
+        p.out_accum = results.data_ptr()
+        return {"out_accum": results}
 
     def _attach(self, p: Params, mask: AnyMask) -> dict[str, Tensor]:
         """Points `p` to the tables that the kernel's own schedule makes of a mask; returns what holds them."""

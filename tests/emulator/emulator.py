@@ -157,12 +157,8 @@ class Emulated:
 
     def _split_keys(self, p: Params) -> None:
         """As set_kv_splits and out_accum_of of runtime/native/, into `self.ranges` ranges."""
-        p.tiles_packed = -(-p.seq_q * (p.heads_q // p.heads_kv) // self.spec.tuning.tile_m)
-        p.kv_splits = self.ranges
-        rows = p.batch * p.heads_q * p.seq_q
-        p.combine_warps = next((warps for warps in (1, 2, 4) if self.ranges <= 4 * warps), 8)  # as launch.h
-        p.combine_blocks = 0 if self.ranges == 1 else -(-rows * p.combine_warps // 8)
-        p.out_accum = self._workspace(p.kv_splits * rows * (self.plan.columns_v + 1))
+        p.set_splits(self.ranges, 1, self.spec.tuning.tile_m)
+        p.out_accum = self._workspace(p.kv_splits * p.batch * p.heads_q * p.seq_q * (self.plan.columns_v + 1))
 
     def backward(
         self,

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <string>
 
 #include "launch_config.h"
 
@@ -40,9 +41,19 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     return 0;
 }
 int cuLaunchKernelEx(const attnforge::LaunchConfig* c, void* function, void** arguments, void**) {
-    const bool overlaps = c->count == 1 && c->attributes[0].id == 6 && c->attributes[0].flag == 1;
-    say(overlaps ? "overlapping" : "odd", function, c->grid, c->block, c->shared_bytes, c->stream, arguments);
+    std::string how;
+    for (unsigned i = 0; i < c->count; ++i) {
+        const attnforge::LaunchAttribute& x = c->attributes[i];
+        const unsigned* sizes = x.sizes;
+        how += x.id == 6 && x.flag == 1 ? "overlapping " : "";
+        how += x.id == 4 && sizes[1] * sizes[2] == 1 ? "clusters of " + std::to_string(sizes[0]) + " " : "";
+    }
+    say(how.empty() ? "odd" : how.substr(0, how.size() - 1).c_str(), function, c->grid, c->block, c->shared_bytes, c->stream, arguments);
     return 7;
+}
+int cuOccupancyMaxActiveClusters(int* count, void*, const attnforge::LaunchConfig* c) {
+    *count = 100 / static_cast<int>(c->attributes[0].sizes[0]);
+    return 0;
 }
 }
 
@@ -78,9 +89,15 @@ int main() {
     void* arguments[] = {&value};
     void* const function = reinterpret_cast<void*>(11);
     void* const stream = reinterpret_cast<void*>(12);
+    const attnforge::Driver& driver = attnforge::driver();
     for (const bool overlaps : {false, true}) {
-        const int result = attnforge::driver().enqueue(function, 40, 384, 1000, overlaps, stream, arguments);
-        std::printf("%d\n", result);
+        std::printf("%d\n", driver.enqueue(function, {40, 384, 1000, 1, overlaps}, stream, arguments));
+    }
+    if (driver.most_clusters != nullptr) {
+        for (const bool overlaps : {false, true}) {
+            driver.enqueue(function, {40, 384, 1000, 8, overlaps}, stream, arguments);
+        }
+        std::printf("%d\n", driver.count_clusters(function, {4, 384, 1000, 4}));
     }
 }
 

@@ -324,7 +324,7 @@ static int block_of_rank(unsigned rank) {
     const int threads = threads_of_cluster / blocks_of_cluster;
     const auto first = fibers.begin() + block * threads;
     if (std::all_of(first, first + threads, [](const Fiber& fiber) { return fiber.done; })) {
-        stop("sends or arrives at a block that has left, rank", rank);
+        stop("reads, sends to or arrives at a block that has left, rank", rank);
     }
     return block;
 }
@@ -457,6 +457,16 @@ void tma_store(const TensorMap& map, unsigned src, int column, int row, int pane
         }
     });
 }
+void cp_async(unsigned dst, const void* src, bool inside) {
+    unsigned char* to = shared_at(dst, 16);
+    current->started.push_back([=] {
+        inside ? std::memcpy(to, src, 16) : std::memset(to, 0, 16);
+        note_store(dst);
+    });
+}
+void cp_async_wait() {
+    call_all(current->started);
+}
 void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier) {
     unsigned char* to = shared_at(dst, 16);
     std::memset(to, 0xff, bytes);
@@ -470,6 +480,10 @@ void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned
 // Beyond any shared memory, so that neither kind of address passes for the other.
 static constexpr int kRankShift = 24;
 unsigned cluster_address(unsigned address, unsigned rank) { return address + (rank + 1 << kRankShift); }
+void read_block(void* x, int bytes, unsigned address, unsigned rank) {
+    shared_at(address, bytes);
+    std::memcpy(x, memory_of(block_of_rank(rank)) + address, bytes);
+}
 void send_quad(unsigned address, unsigned barrier, float x, float y, float z, float w) {
     const unsigned number = address >> kRankShift, place = address % (1 << kRankShift);
     if (number == 0 || barrier >> kRankShift != number) {

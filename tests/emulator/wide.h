@@ -77,12 +77,21 @@ void bulk_reduce(float* target, unsigned src, int bytes);
 void bulk_store(float* target, unsigned src, int bytes);
 void semaphore_wait(const int* semaphore, int value);
 void semaphore_release(int* semaphore);
+void cp_async(unsigned dst, const void* src, bool inside);
+void cp_async_wait();  // what this thread has started is copied, as late as this
 void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
               int batch);
 void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch);
 void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier);
 void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned block_rank);
 unsigned cluster_address(unsigned address, unsigned block_rank);
+void read_block(void* x, int bytes, unsigned address, unsigned block_rank);
+template <typename T>
+static void cluster_load_if(bool condition, T& x, unsigned address, unsigned block_rank) {
+    if (condition) {
+        read_block(&x, sizeof(T), address, block_rank);
+    }
+}
 void send_quad(unsigned address, unsigned barrier, float x, float y, float z, float w);  // to such an address
 
 // ---- Products: done when their group is waited for ------------------------------------------------------------------

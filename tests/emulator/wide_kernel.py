@@ -43,6 +43,12 @@ extern "C" const char* run_main(const Params* p, const TensorMaps* maps, int clu
     return what_went_wrong();
 }
 """
+# A kernel that combines the results of splits.
+COMBINE = """
+extern "C" void run_combine(const Params* p, int blocks, int threads) {
+    run_grid([](const void* x) { SYMBOL_combine(*static_cast<const Params*>(x)); }, p, blocks, 1, 1, threads, 0);
+}
+"""
 
 
 def translate(source: Source, breaks: dict[str, str], together: int = 1) -> str:
@@ -61,14 +67,15 @@ def translate(source: Source, breaks: dict[str, str], together: int = 1) -> str:
 
     text = re.sub(FUNCTION, keep, text, flags=re.MULTILINE)
     text = re.sub(r"^template <int \w+>\n(?=\n|//|template)", "", text, flags=re.MULTILINE)
-    text = re.sub(r'asm volatile\("(setmaxnreg[^;]*;)?"[^;]*;', "", text)
+    text = re.sub(r'asm volatile\("((setmaxnreg|griddepcontrol)[^;]*;)?"[^;]*;', "", text)
     text = re.sub(LOAD_BOUNDS, r"load_bounds(\1, start, end);", text)
     text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = shared_memory;", text)
     text = text.replace("#pragma unroll", "//")
     sections = re.split(r"(?=^// ---- )", text, flags=re.MULTILINE)
     text = "".join(x for x in sections if not x.startswith("// ---- Tile schedule"))
     assert "asm" not in text
-    run = RUN.replace("TOGETHER", str(together)).replace("SYMBOL", source.spec.symbol)
+    run = RUN + (COMBINE if source.plan.split_blocks else "")
+    run = run.replace("TOGETHER", str(together)).replace("SYMBOL", source.spec.symbol)
     return '#include "wide.h"\n' + text + run
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated_wide_forward import EmulatedWideForward
 from emulator import Emulated
 from oracle import Shape, draw, make_mask, unions
 from strict_nvcc import check_resources
@@ -108,6 +109,71 @@ def test_large_scores(tmp_path: Path) -> None:
         torch.testing.assert_close(lse, torch.full_like(lse, 133120.0**2 * 8), rtol=1e-6, atol=0)
 
 
+# head_dim, of v, mask, knobs, (queries, keys, heads of k, group, batch), (kv_splits, cluster_size)
+ON_HOPPER = [
+    (128, 0, Mask.FULL, {"tile_m": 64, "tile_n": 64, "stages": 4}, Shape(1, 300, 0, 2, 7), (1, 4)),
+    (128, 0, Mask.FULL, {"tile_n": 64}, Shape(100, 700, 0, 1, 2), (1, 8)),
+    (128, 0, Mask.CAUSAL, {}, Shape(16, 500, 0, 1, 7, 2), (2, 3)),
+    (128, 0, Mask.CAUSAL, {"tile_m": 64}, Shape(90, 40, 0, 2, 3), (1, 2)),
+    (64, 0, Mask.SPANS, {"tile_m": 64, "tile_n": 64}, Shape(37, 400, 0, 2, 3), (6, 1)),
+    (64, 0, Mask.SPANS, {}, Shape(70, 300, 0, 1, 5), (1, 5)),
+    (64, 0, Mask.SPANS, {"exact_visits": 0}, Shape(33, 270, 0, 1, 4), (1, 1)),
+    (192, 0, Mask.FULL, {"tile_m": 64, "tile_n": 64}, Shape(9, 200, 0, 1, 8), (2, 7)),
+]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+@pytest.mark.parametrize(("head_dim", "dim_v", "mask", "knobs", "shape", "splits"), ON_HOPPER, ids=str)
+def test_emulated_on_hopper(
+    head_dim: int,
+    dim_v: int,
+    mask: Mask,
+    knobs: dict[str, int],
+    shape: Shape,
+    splits: tuple[int, int],
+    tmp_path: Path,
+) -> None:
+    """Clusters and splits: fewer key tiles than blocks, and rows that see none."""
+    problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, head_dim, mask, 16, dim_v)
+    kernel = EmulatedWideForward(Spec(problem, replace(SPLITS, **knobs)), tmp_path)  # type: ignore[arg-type]
+    kernel.splits = splits
+    for seed in range(2):
+        assert kernel.failure(shape, seed, sharpness=(1, 8)[seed]) == ""
+
+
+# Statements that the kernel needs; without any of them it hangs, or its results are wrong.
+BREAKS = {
+    "Q read before it is there": "cp_async_wait();",
+    "Q read before other warps have copied it": "named_sync(kWarpgroup + warpgroup, 128);",
+    "barriers used before they are there": "named_sync(kReady, kThreads);",
+    "K read before it is there": "barrier_wait(smem + kFullK + kv_pipe.stage * 8, kv_pipe.phase);",
+    "V read before it is there": "barrier_wait(smem + kFullV + v_pipe.stage * 8, v_pipe.phase);",
+    "K overwritten before it is read": "barrier_wait(smem + kEmptyK + kv_pipe.stage * 8, kv_pipe.phase ^ 1);",
+    "V overwritten before it is read": "barrier_wait(smem + kEmptyV + kv_pipe.stage * 8, kv_pipe.phase ^ 1);",
+    "K not released": "release(smem + kEmptyK + kv_pipe.stage * 8);",
+    "V not released": "release(smem + kEmptyV + v_pipe.stage * 8);",
+    "S read before it is complete": "wgmma_wait_all_but_one();",
+    "results written over what is read": (
+        "named_sync(kAll, kConsumers * 128);  // all warpgroups have read Q, K and V"
+    ),
+    "results read before they are there": "cluster_sync();  // the results of all ranges are there",
+    "weights read before they are there": "named_sync(kAll, threads);  // the weights are there",
+    "a block leaves while results are read": "cluster_sync();  // until now",
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+def test_breaks_are_noticed(tmp_path: Path) -> None:
+    problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, 128, Mask.FULL)
+    spec = Spec(problem, replace(SPLITS, tile_n=64))
+    kernel = EmulatedWideForward(spec, tmp_path, BREAKS)
+    kernel.splits = 1, 3
+    shape = Shape(60, 700, 0, 1, 2)
+    assert all(kernel.failure(shape, seed) == "" for seed in range(3))
+    for number, name in enumerate(BREAKS, 1):
+        assert any(kernel.failure(shape, seed, number) for seed in range(30)), name
+
+
 def test_plan() -> None:
     plan = make_plan(Spec(Problem(FORWARD, Arch.SM90, BFLOAT16, 128, Mask.CAUSAL), SPLITTING[0][1]))
     main, combine = plan.launches
@@ -125,7 +191,8 @@ def test_plan_on_hopper() -> None:
     problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, 128, Mask.SPANS)
     plan = make_plan(Spec(problem, SPLITS))
     main, combine = plan.launches
-    assert main.grid == ("tiles_packed", "kv_splits", "heads_kv", "batch")
+    assert main.grid == ("cluster_size", "tiles_packed", "kv_splits", "heads_kv", "batch")
+    assert main.clustered
     assert combine.grid == ("combine_blocks",)
     assert not main.persistent
     assert combine.overlaps

@@ -92,6 +92,14 @@ class Params(ctypes.Structure):
         self.blocks_n = self.tiles_n + more_pieces(self.tiles_n)
         self.blocks_m = self.tiles_m + more_pieces(self.tiles_m, True, max(self.batch * self.heads_q, 1))
 
+    def set_splits(self, kv_splits: int, cluster_size: int, tile_m: int) -> None:
+        """So many splits of the keys, as set_kv_splits of runtime/native/launch.h sets them."""
+        self.kv_splits, self.cluster_size = kv_splits, cluster_size
+        self.tiles_packed = -(-self.seq_q * (self.heads_q // self.heads_kv) // tile_m)
+        self.combine_warps = next((warps for warps in (1, 2, 4) if kv_splits <= 4 * warps), 8)
+        rows = self.batch * self.heads_q * self.seq_q
+        self.combine_blocks = 0 if kv_splits == 1 else -(-rows * self.combine_warps // 8)
+
     def packed(self, names: tuple[str, ...]) -> ctypes.Array[ctypes.c_char]:
         """The argument of a kernel that prints the members `names`."""
         places = (getattr(Params, name) for name in names)

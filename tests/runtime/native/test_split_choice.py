@@ -17,7 +17,15 @@ ENTRY = """
 extern "C" bool splits(const long (&s)[6], double bandwidth) {
     return attnforge::splitting_is_faster({s[0], s[1], s[2], s[3], s[4], s[5], bandwidth});
 }
+extern "C" void choose(const int (&held)[9], long work_tiles, long tiles_n, double loads, int (&chosen)[2]) {
+    attnforge::ClusterCounts counts{};
+    std::copy(held, held + 9, counts.begin());
+    const attnforge::Splits splits = attnforge::choose_splits(counts, work_tiles, tiles_n, loads);
+    chosen[0] = splits.kv_splits, chosen[1] = splits.cluster_size;
+}
 """
+HELD = (0, 132, 66, 39, 30, 22, 17, 15, 15)  # clusters of 0 to 8 blocks that an H200 held at a time
+ALONE = (0, 132, *(0,) * 7)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +42,40 @@ def splits(
 ) -> bool:
     sizes = (ctypes.c_long * 6)(batch, *heads, queries, keys, 132)
     return bool(library.splits(sizes, ctypes.c_double(bandwidth)))
+
+
+@pytest.mark.parametrize(
+    ("held", "work_tiles", "tiles_n", "loads", "chosen"),
+    [
+        # Measured, (kv_splits, cluster_size): 28/4/128 with 64 queries and 8,192 keys; 16/16/128 with 16, 8/8/128
+        # with 1; four batch entries of 32/8/128 with 16; 28/4/128 with 128, 32/8/128 with 128, and sixteen entries.
+        (HELD, 16, 64, 2.9, (8, 1)),
+        (HELD, 16, 128, 23.3, (1, 6)),
+        (HELD, 8, 128, 11.6, (16, 1)),
+        (HELD, 32, 128, 46.5, (1, 3)),
+        (HELD, 28, 64, 2.9, (1, 4)),
+        (HELD, 32, 64, 5.8, (4, 1)),
+        (HELD, 512, 64, 93.1, (1, 1)),
+        # Without clusters: two key tiles for each block, and whole rounds.
+        (ALONE, 16, 16, 0, (8, 1)),
+        (ALONE, 200, 8, 0, (1, 1)),
+        # Fewer key tiles than blocks; clusters too large for the device.
+        (HELD, 1, 1, 0, (1, 1)),
+        ((0, 10, 4, *(0,) * 6), 4, 100, 0, (1, 2)),
+    ],
+)
+def test_splits(
+    library: ctypes.CDLL,
+    held: tuple[int, ...],
+    work_tiles: int,
+    tiles_n: int,
+    loads: float,
+    chosen: tuple[int, int],
+) -> None:
+    found = (ctypes.c_int * 2)()
+    sizes = ctypes.c_long(work_tiles), ctypes.c_long(tiles_n)
+    library.choose((ctypes.c_int * 9)(*held), *sizes, ctypes.c_double(loads), found)
+    assert tuple(found) == chosen
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,18 @@ template <typename... Words>
 #define TORCH_CHECK_VALUE TORCH_CHECK
 #define TORCH_INTERNAL_ASSERT(good) TORCH_CHECK(good, "assertion")
 
+#include "launch_config.h"
+
 namespace attnforge {
 
 struct Driver {
     int (*tensor_map_encode)(void*, int, unsigned, void*, const uint64_t*, const uint64_t*, const unsigned*,
                              const unsigned*, int, int, int, int) = nullptr;
     int (*tensor_map_move)(void*, void*) = nullptr;
+    int (*most_clusters)(int*, void*, const LaunchConfig*) = nullptr;
     static int function_attribute(void*, int, int) { return 0; }
-    static int enqueue(void*, unsigned, unsigned, unsigned, bool, void*, void**) { return 0; }
+    static int count_clusters(void*, const LaunchShape&) { return 0; }
+    static int enqueue(void*, const LaunchShape&, void*, void**) { return 0; }
     static void check(int, const char*) {}
 };
 inline const Driver& driver() {
@@ -50,6 +54,7 @@ inline const Driver& driver() {
 }
 inline void ensure_context(c10::Device) {}
 inline int count_multiprocessors(c10::Device) { return 0; }
+inline double relative_bandwidth(c10::Device) { return 1; }
 
 }  // namespace attnforge
 
@@ -79,14 +84,15 @@ int main(int count, char** arguments) {
     std::ostringstream text;
     text << std::ifstream(arguments[1]).rdbuf();
     try {
-        const Variant variant = read_variant(text.str());
+        Variant variant = read_variant(text.str());
         std::printf("%s %d %ld %ld\n", variant.name.c_str(), variant.backward, variant.tile_m, variant.row_groups);
         Params p{};
         p.batch = 1, p.heads_q = 5, p.heads_kv = 1, p.tiles_m = 7, p.tiles_n = 3, p.mask_planes = 1, p.scale = 0.5F;
         const std::string queries = arguments[3];  // or "queries:tiles_n"
         p.seq_q = std::stoi(queries);
         p.tiles_n = queries.find(':') == std::string::npos ? p.tiles_n : std::stoi(queries.substr(queries.find(':') + 1));
-        set_kv_splits(variant, std::stoi(arguments[2]), p);
+        variant.clusters[1] = static_cast<int>(variant.split_blocks) * std::stoi(arguments[2]);
+        set_kv_splits(variant, p);
         p.q = {reinterpret_cast<void*>(uintptr_t{4096}), 11, 12, 13};
         for (const Launch& launch : variant.launches) {
             std::printf("%s %u\n", launch.symbol.c_str(), blocks_of(launch, p, std::stoi(arguments[2])));
