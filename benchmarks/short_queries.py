@@ -3,9 +3,9 @@
     python benchmarks/short_queries.py [--seconds 60] [--wide] [--markdown FILE]
 
 Each call is recorded several times into a CUDA graph, on inputs in turn that together exceed the L2 cache, so that
-host time does not count and K and V come from memory. GB/s are those of K and V, read once. `--wide` times head_dim 512
-instead. `--seconds` begins no case after that time. The error is that of out against float64, of one head,
-relative to its RMS.
+host time does not count and K and V come from memory. Graphs are replayed in turns, after as long as a GPU takes to
+raise its clock. GB/s are those of K and V, read once. `--wide` times head_dim 512 instead. `--seconds` begins no case
+after that time. The error is that of out against float64, of one head, relative to its RMS.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ HEADS = ((28, 4, 128), (32, 8, 128), (16, 16, 128))
 QUERIES, KEYS, BATCH = (1, 16, 128), (8192, 32768, 131072), (1, 4, 16)
 MOST = 12 << 30  # bytes of K and V of a case
 L2 = 120 << 20  # that inputs in turn exceed
-CALLS, REPLAYS = 12, 5
+CALLS, REPLAYS = 12, 9
+WARM = 0.1  # seconds
+Inputs = tuple[Tensor, Tensor, Tensor]
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -72,29 +74,37 @@ def contestants(wide: bool) -> dict[str, Call]:
     return {**found, "fa3": flash_attention_3()} if fa3.installed() else found
 
 
-def microseconds(call: Call, sets: list[tuple[Tensor, Tensor, Tensor]]) -> float:
-    """Median time of a call over replays of a graph of several."""
+def record(call: Call, sets: list[Inputs]) -> torch.cuda.CUDAGraph:
+    """CALLS of them, on the inputs in turn."""
     for x in sets:
         call(*x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(CALLS):
             call(*sets[i % len(sets)])
-    times: list[float] = []
+    return graph
+
+
+def microseconds(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
+    """Median time of a call of each graph."""
+    until = time.monotonic() + WARM
+    while time.monotonic() < until:
+        for graph in graphs.values():
+            graph.replay()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    return sorted(times)[REPLAYS // 2]
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) * 1e3 / CALLS)
+    return {name: sorted(found)[REPLAYS // 2] for name, found in times.items()}
 
 
-def inputs(
-    heads: tuple[int, int, int], queries: int, keys: int, batch: int
-) -> list[tuple[Tensor, Tensor, Tensor]]:
+def inputs(heads: tuple[int, int, int], queries: int, keys: int, batch: int) -> list[Inputs]:
     """Sets of q, k, v in (batch, seq, heads, head_dim) memory, bfloat16."""
     heads_q, heads_kv, dim = heads
 
@@ -106,43 +116,53 @@ def inputs(
     return [(one(heads_q, queries), one(heads_kv, keys), one(heads_kv, keys)) for _ in range(count)]
 
 
-def error(call: Call, x: tuple[Tensor, Tensor, Tensor]) -> float:
+def error(call: Call, x: Inputs) -> float:
     q, k, v = x
     group, rows = q.shape[1] // k.shape[1], slice(0, 64)
     exact = reference(q[:1, :group, rows], k[:1, :1], v[:1, :1], None).out
     return float((call(*x)[:1, :group, rows] - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
 
 
+def time_case(
+    heads: tuple[int, int, int], queries: int, keys: int, batch: int, wide: bool
+) -> list[list[str]]:
+    """Lines of the table for a case."""
+    sets = inputs(heads, queries, keys, batch)
+    case = f"{'/'.join(map(str, heads))} B {batch} Sq {queries} Sk {keys}"
+    size = bytes_of(heads, keys, batch)
+    flops = 4 * batch * heads[0] * queries * keys * heads[2]
+    graphs, lines = {}, {}
+    for name, call in contestants(wide).items():
+        lines[name] = [case, name, "", "", "", ""]
+        try:
+            lines[name][5] = f"{error(call, sets[0]):.1e}"
+            graphs[name] = record(call, sets)
+        except Exception as reason:  # a peer that cannot do the case
+            lines[name][2] = type(reason).__name__
+            if name == "attnforge":
+                raise
+    for name, us in microseconds(graphs).items():
+        lines[name][2:5] = f"{us:.1f}", f"{size / us / 1e3:.0f}", f"{flops / us / 1e6:.0f}"
+    return list(lines.values())
+
+
+def bytes_of(heads: tuple[int, int, int], keys: int, batch: int) -> int:
+    """Bytes of K and V."""
+    return 4 * batch * keys * heads[1] * heads[2]
+
+
 def rows(wide: bool, seconds: float) -> list[list[str]]:
     """Lines of the table."""
     until, table = time.monotonic() + seconds, []
-    cases = (
-        [((1, 1, 512), s, s, 1) for s in (4096, 16384)]
-        if wide
-        else [
-            (heads, queries, keys, batch)
-            for keys, queries, heads, batch in product(KEYS, QUERIES, HEADS, BATCH)
-        ]
-    )
+    wide_cases = [((1, 1, 512), s, s, 1) for s in (4096, 16384)]
+    order = product(KEYS, QUERIES, HEADS, BATCH)
+    cases = wide_cases if wide else [(heads, sq, sk, batch) for sk, sq, heads, batch in order]
     for heads, queries, keys, batch in cases:
-        size = 4 * batch * keys * heads[1] * heads[2]
-        if size > MOST or time.monotonic() > until:
+        if bytes_of(heads, keys, batch) > MOST or time.monotonic() > until:
             continue
-        sets = inputs(heads, queries, keys, batch)
-        flops = 4 * batch * heads[0] * queries * keys * heads[2]
-        for name, call in contestants(wide).items():
-            words = [f"{'/'.join(map(str, heads))} B {batch} Sq {queries} Sk {keys}", name]
-            try:
-                us = microseconds(call, sets)
-                words += [f"{us:.1f}", f"{size / us / 1e3:.0f}", f"{flops / us / 1e6:.0f}"]
-                words.append(f"{error(call, sets[0]):.1e}")
-            except Exception as reason:  # a peer that cannot do the case
-                words += [type(reason).__name__, "", "", ""]
-                if name == "attnforge":
-                    raise
-            table.append(words)
-            print(" | ".join(words), flush=True)
-        del sets
+        for line in time_case(heads, queries, keys, batch, wide):
+            table.append(line)
+            print(" | ".join(line), flush=True)
         torch.cuda.empty_cache()
     return table
 
