@@ -26,7 +26,8 @@
 //   row_sum   64                    row sum of P
 //   lse       64                    ln(sum exp(scale S)) = scale row_max + ln(row_sum)
 //   group                           q heads of a kv head
-//   range                           a part of the key tiles that the rows see, for one block
+//   split                           a part of the key tiles that the rows see, for one cluster
+//   range                           a part of the key tiles of a split, for one block
 //   visit     0 to visits - 1       one key tile of the range
 //
 // Fragments: element i of a thread is row warp*16 + lane/4 + (i/2%2)*8, column i/4*8 + lane%4*2 + i%2.
@@ -43,7 +44,7 @@ struct Params {
     TensorRef q;  // (batch, heads_q, seq_q, head_dim)
     TensorRef out;  // (batch, heads_q, seq_q, head_dim_v)
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
-    float* out_accum;  // fp32 out and lse of ranges of keys, (kv_splits, batch, heads_q, seq_q, columns), or of pieces
+    float* out_accum;  // fp32 out and lse of splits of keys, (kv_splits, batch, heads_q, seq_q, columns), or of pieces
     int batch;
     int heads_q;
     int heads_kv;  // divides heads_q
@@ -52,8 +53,9 @@ struct Params {
     int tiles_m;  // ceil(seq_q / tile_m)
     int tiles_n;  // ceil(seq_k / tile_n)
     int tiles_packed;  // ceil(seq_q * heads_q / heads_kv / tile_m)
-    int kv_splits;  // ranges that the keys of each query tile are split into
-    int combine_warps;  // warps that combine the results of a row's ranges: 1, 2, 4 or 8
+    int kv_splits;  // parts that the keys of each query tile are split into, of a block or a cluster
+    int cluster_size;  // blocks of a cluster, which share a part of the keys, 1 to 8
+    int combine_warps;  // warps that combine the results of a row's splits: 1, 2, 4 or 8
     float scale;  // softmax scale, multiplies q k^T; 1e-30 to 2e38
     float scale_log2;  // scale * log2(e)
 };
@@ -82,6 +84,10 @@ constexpr int kTileM = 128;  // packed rows of a block
 constexpr int kTileN = 128;  // keys of a visit
 constexpr int kConsumers = 2;  // warpgroups, 64 packed rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
+// Named barriers: of all threads, of consumers, of each warpgroup.
+constexpr int kReady = 1;
+constexpr int kAll = 2;
+constexpr int kWarpgroup = 3;
 constexpr int kCombineWarps = 256 / 32;
 // Row maxima are exact in the first kExact visits, in masked ones, and while a row has none: there P is 1 at most.
 // Elsewhere they are updated only when the average of P over a thread's columns passes 1.25 (docs/experiments.md, 24).
@@ -102,6 +108,12 @@ constexpr int kFullV = kEmptyK + 8 * kStages;
 constexpr int kEmptyV = kFullV + 8 * kStages;
 constexpr int kSharedBytes = kEmptyV + 8 * kStages;
 static_assert(kSharedBytes == 229472, "codegen/families/sm90.py disagrees");
+// Results of the range, fp32, in the place of Q, K and V: rows of out, then their lse. Rows are 32 bytes longer than
+// their columns, so that eight of them are in different banks.
+constexpr int kResultBytes = (kHeadDim + 7) / 8 * 32 + 32;  // of a row of out
+constexpr int kOffsetLse = kTileM * kResultBytes;
+constexpr int kOffsetWeights = kOffsetLse + kTileM * 4;  // of ranges, for each row that this block combines
+static_assert(kOffsetWeights + kTileM * 16 <= kOffsetBounds, "results must fit where Q, K and V were");
 
 // ---- PTX: one instruction per function -----------------------------------------------------------------------------
 
@@ -160,11 +172,46 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
     }
 }
 
-// Thread: write 16 bytes of shared memory.
-__device__ __forceinline__ void shared_store(unsigned address, int4 x) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
-                 "r"(x.w)
-                 : "memory");
+// Warp: wait for all warps of the cluster. What they did to shared memory and barriers before is done.
+__device__ __forceinline__ void cluster_sync() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Thread: if `condition`, read a float, or four consecutive ones, at this place in block `block_rank` of the cluster.
+// No branch, so that several loads are in flight.
+__device__ __forceinline__ void cluster_load_if(bool condition, float& x, unsigned address, unsigned block_rank) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        ".reg .b32 there;\n"
+        "setp.ne.b32 p, %3, 0;\n"
+        "@p mapa.shared::cluster.u32 there, %1, %2;\n"
+        "@p ld.shared::cluster.f32 %0, [there];\n"
+        "}"
+        : "+f"(x)
+        : "r"(address), "r"(block_rank), "r"(static_cast<int>(condition)));
+}
+__device__ __forceinline__ void cluster_load_if(bool condition, float4& x, unsigned address, unsigned block_rank) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        ".reg .b32 there;\n"
+        "setp.ne.b32 p, %6, 0;\n"
+        "@p mapa.shared::cluster.u32 there, %4, %5;\n"
+        "@p ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
+        "}"
+        : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w)
+        : "r"(address), "r"(block_rank), "r"(static_cast<int>(condition)));
+}
+
+// Thread: start copying 16 bytes to shared memory, zeros unless `inside`; wait for all such copies.
+__device__ __forceinline__ void cp_async(unsigned dst, const void* src, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(inside ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // Thread: start copying a box to shared memory; its bytes count towards `barrier`.
@@ -191,9 +238,12 @@ __device__ __forceinline__ void wgmma_wait_all_but_one() {
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
-// Warps: named barrier `id` for `threads` threads: wait for all.
+// Warps: named barrier `id` for `threads` threads: wait for all, or only report.
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Thread: 2^x, about 2 ulp.
@@ -277,7 +327,8 @@ struct Work {
     int head_kv, batch;
     int row0;   // first packed row
     int tile;   // query tile that has these rows
-    int range;  // which part of the key tiles
+    int split;  // part of the key tiles of the cluster
+    int rank;   // of the block in the cluster, which has as many ranges as blocks
     int first_visit, visits;
 };
 
@@ -287,20 +338,24 @@ __device__ __forceinline__ int group_of(const Params& p) { return p.heads_q / p.
 // The query of a packed row.
 __device__ __forceinline__ int query_of(const Params& p, int row) { return row / group_of(p); }
 
-// Work tile number `index`: packed tiles fastest, then ranges, kv heads, batch entries.
+// Work tile number `index`: ranges of a cluster fastest, then packed tiles, splits, kv heads, batch entries.
 __device__ __forceinline__ Work work_at(const Params& p, int index) {
     Work work;
+    work.rank = index % p.cluster_size;
+    index /= p.cluster_size;
     const int tile = index % p.tiles_packed;
     index /= p.tiles_packed;
-    work.range = index % p.kv_splits;
+    work.split = index % p.kv_splits;
     index /= p.kv_splits;
     work.head_kv = index % p.heads_kv;
     work.batch = index / p.heads_kv;
     work.row0 = tile * kTileM;
     work.tile = tile / group_of(p);
     const long long all = visits(p, work.tile);
-    work.first_visit = static_cast<int>(all * work.range / p.kv_splits);
-    work.visits = static_cast<int>(all * (work.range + 1) / p.kv_splits) - work.first_visit;
+    const int ranges = p.kv_splits * p.cluster_size;
+    const int range = work.split * p.cluster_size + work.rank;
+    work.first_visit = static_cast<int>(all * range / ranges);
+    work.visits = static_cast<int>(all * (range + 1) / ranges) - work.first_visit;
     return work;
 }
 
@@ -506,7 +561,7 @@ __device__ __forceinline__ long long row_at(const Params& p, int batch, int head
     return (static_cast<long long>(batch) * p.heads_q + head) * p.seq_q + query;
 }
 
-// The lse of each range, after the outs of all.
+// The lse of each split, after the outs of all.
 __device__ __forceinline__ float* lse_accum(const Params& p) {
     return p.out_accum + p.kv_splits * count_rows(p) * kOutColumns;
 }
@@ -548,19 +603,35 @@ __device__ __forceinline__ LseSum combine_lse(const float* lse, long long stride
     return {most, sum};
 }
 
+// Thread: four columns of the outs of four ranges of `count`, every `step`-th one from `first` on; past the end zeros.
+__device__ __forceinline__ void load_outs(float4 (&outs)[4], const float* out, long long stride, int first, int count,
+                                          int step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        outs[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (first + i * step < count) {
+            outs[i] = *reinterpret_cast<const float4*>(out + (first + i * step) * stride);
+        }
+    }
+}
+
 // Thread: four columns of the sum of exp(lse_i - lse) out_i over every `step`-th of `count` ranges, from `first` on.
-__device__ __forceinline__ float4 weigh(const float* out, long long out_stride, const float* lses, long long lse_stride,
-                                        LseSum all, int first, int count, int step) {
+// `outs`: of the first four, which are loaded before the weights are known.
+__device__ __forceinline__ float4 weigh(float4 (&outs)[4], const float* out, long long out_stride, const float* lses,
+                                        long long lse_stride, LseSum all, int first, int count, int step) {
     const float inverse = all.sum == 0.0f ? 0.0f : 1.0f / all.sum;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-    for (int i = first; i < count; i += step) {
-        const float weight = weight_of(lses[i * lse_stride], all.most) * inverse;
-        const float4 x = *reinterpret_cast<const float4*>(out + i * out_stride);
-        sum.x += weight * x.x;
-        sum.y += weight * x.y;
-        sum.z += weight * x.z;
-        sum.w += weight * x.w;
+    for (; first < count; first += 4 * step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int range = min(first + i * step, count - 1);  // of those past the end, outs are 0
+            const float weight = weight_of(lses[range * lse_stride], all.most) * inverse;
+            sum.x += weight * outs[i].x;
+            sum.y += weight * outs[i].y;
+            sum.z += weight * outs[i].z;
+            sum.w += weight * outs[i].w;
+        }
+        load_outs(outs, out, out_stride, first + 4 * step, count, step);
     }
     return sum;
 }
@@ -570,6 +641,97 @@ __device__ __forceinline__ void store_out(const Params& p, int batch, int head, 
     element* row = static_cast<element*>(p.out.data) + batch * p.out.batch + head * p.out.head + query * p.out.row;
     store_pair(row, col, x.x, x.y);
     store_pair(row, col + 2, x.z, x.w);
+}
+
+// Where a packed row of a work tile goes: to out and lse, or of one of several splits to where _combine reads it.
+struct RowTarget {
+    element* out;
+    float *out_accum, *lse;
+
+    __device__ __forceinline__ RowTarget(const Params& p, const Work& work, int row) {
+        const int group = group_of(p);
+        const int query = (work.row0 + row) / group;
+        const int head = work.head_kv * group + (work.row0 + row) % group;
+        const long long number = row_at(p, work.batch, head, query);
+        out = static_cast<element*>(p.out.data) + work.batch * p.out.batch + head * p.out.head + query * p.out.row;
+        out_accum = p.kv_splits == 1 ? nullptr : p.out_accum + (work.split * count_rows(p) + number) * kOutColumns;
+        lse = (p.kv_splits == 1 ? p.lse : lse_accum(p) + work.split * count_rows(p)) + number;
+    }
+
+    // Columns `column` (even) and the next one.
+    __device__ __forceinline__ void store(int column, float x, float y) const {
+        if (out_accum == nullptr) {
+            store_pair(out, column, x, y);
+        } else {
+            *reinterpret_cast<float2*>(out_accum + column) = make_float2(x, y);
+        }
+    }
+};
+
+// Rows of a work tile that are not past the end.
+__device__ __forceinline__ int count_tile_rows(const Params& p, const Work& work) {
+    return min(kTileM, p.seq_q * group_of(p) - work.row0);
+}
+
+// Consumers of a cluster of `most` blocks or fewer: combine the results of its ranges, which are at the same places in
+// the shared memory of each block. Rows are shared out among blocks, columns among threads.
+template <int most>
+__device__ __forceinline__ void combine_cluster(const Params& p, const Work& work, unsigned char* shared) {
+    constexpr int threads = kConsumers * 128;
+    constexpr int quads = kOutColumns / 4;  // of a row
+    const unsigned smem = shared_address(shared);
+    float(*weights)[most] = reinterpret_cast<float(*)[most]>(shared + kOffsetWeights);
+    const int thread = threadIdx.x - 128;
+    const int rows = max(0, (count_tile_rows(p, work) - work.rank + p.cluster_size - 1) / p.cluster_size);
+    if (thread < rows) {
+        const int row = thread * p.cluster_size + work.rank;
+        float lses[most];
+        LseSum all = {__int_as_float(0xff800000), 0.0f};
+#pragma unroll
+        for (int i = 0; i < most; ++i) {
+            lses[i] = __int_as_float(0xff800000);
+            cluster_load_if(i < p.cluster_size, lses[i], smem + kOffsetLse + row * 4, i);
+        }
+#pragma unroll
+        for (int i = 0; i < most; ++i) {
+            all.most = fmaxf(all.most, lses[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < most; ++i) {
+            lses[i] = weight_of(lses[i], all.most);
+            all.sum += lses[i];
+        }
+        const float inverse = all.sum == 0.0f ? 0.0f : 1.0f / all.sum;
+#pragma unroll
+        for (int i = 0; i < most; ++i) {
+            weights[thread][i] = lses[i] * inverse;
+        }
+        *RowTarget(p, work, row).lse = lse_of(all);
+    }
+    named_sync(kAll, threads);  // the weights are there
+#pragma unroll 2
+    for (int i = thread; i < rows * quads; i += threads) {
+        const int row = i / quads * p.cluster_size + work.rank;
+        const int col = i % quads * 4;
+        float4 outs[most];
+#pragma unroll
+        for (int j = 0; j < most; ++j) {
+            outs[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            cluster_load_if(j < p.cluster_size, outs[j], smem + row * kResultBytes + col * 4, j);
+        }
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int j = 0; j < most; ++j) {
+            const float weight = weights[i / quads][j];
+            sum.x += weight * outs[j].x;
+            sum.y += weight * outs[j].y;
+            sum.z += weight * outs[j].z;
+            sum.w += weight * outs[j].w;
+        }
+        const RowTarget target(p, work, row);
+        target.store(col, sum.x, sum.y);
+        target.store(col + 2, sum.z, sum.w);
+    }
 }
 
 // ---- Producer ------------------------------------------------------------------------------------------------------
@@ -614,24 +776,42 @@ __device__ __forceinline__ void load_tiles(const Params& p, const TensorMaps& ma
 
 // ---- Consumer ------------------------------------------------------------------------------------------------------
 
-// Warpgroup: copy its 64 packed rows of Q to shared memory; rows past the end, and columns past kHeadDim, become zeros.
+// Warpgroup: start copying its 64 packed rows of Q to shared memory. Rows past the end, and columns past kHeadDim,
+// become zeros. Copies are in flight together; loads to registers would each wait for the store of the one before.
 __device__ __forceinline__ void load_packed_q(const Params& p, const Work& work, unsigned smem, int warpgroup) {
-    const int group = group_of(p);
-    const element* q = static_cast<const element*>(p.q.data) + work.batch * p.q.batch + work.head_kv * group * p.q.head;
     constexpr int chunks = kSteps * 2;  // of 16 bytes, of a row
-#pragma unroll 4
-    for (int i = threadIdx.x % 128; i < 64 * chunks; i += 128) {
-        const int chunk = i % chunks;
-        const int in_tile = warpgroup * 64 + i / chunks;
-        const int row = work.row0 + in_tile;
-        int4 x = make_int4(0, 0, 0, 0);
-        if (row < p.seq_q * group) {
-            x = __ldg(reinterpret_cast<const int4*>(q + row % group * p.q.head + row / group * p.q.row + chunk * 8));
-        }
-        shared_store(smem + kOffsetQ + chunk_at(in_tile, chunk, kTileM), x);
+    constexpr int step = 128 / chunks;  // rows that the warpgroup copies at a time
+    const int chunk = threadIdx.x % 128 % chunks;
+    int in_tile = threadIdx.x % 128 / chunks;
+    if (in_tile == step) {
+        return;  // threads that are left over
     }
+    const int group = group_of(p);
+    const int rows = count_tile_rows(p, work);
+    const element* q = static_cast<const element*>(p.q.data) + work.batch * p.q.batch +
+                       work.head_kv * group * p.q.head + chunk * 8;
+    in_tile += warpgroup * 64;
+    int head = (work.row0 + in_tile) % group;
+    int query = (work.row0 + in_tile) / group;
+    const int heads = step % group, queries = step / group;
+#pragma unroll
+    for (int i = 0; i < 64; i += step, in_tile += step) {
+        if (64 % step == 0 || in_tile < warpgroup * 64 + 64) {
+            const bool inside = in_tile < rows;
+            const element* src = inside ? q + head * p.q.head + query * p.q.row : q;
+            cp_async(smem + kOffsetQ + chunk_at(in_tile, chunk, kTileM), src, inside);
+        }
+        head += heads;
+        query += queries + (head >= group);
+        head -= head >= group ? group : 0;
+    }
+}
+
+// Warpgroup: wait for them.
+__device__ __forceinline__ void wait_for_packed_q(int warpgroup) {
+    cp_async_wait();
     proxy_fence();  // before wgmma reads them
-    named_sync(1 + warpgroup, 128);
+    named_sync(kWarpgroup + warpgroup, 128);
 }
 
 // Thread: O times the factors of its two rows.
@@ -748,10 +928,11 @@ struct Consumer {
         accumulator_fence(o);
     }
 
-    // out = O / row_sum and lse of the thread's two rows: results, or those of the range if there are several.
-    __device__ __forceinline__ void store(const Work& work) {
+    // out = O / row_sum and lse of the thread's two rows: to shared memory, or in a cluster of one block to memory.
+    __device__ __forceinline__ void store(const Work& work, unsigned char* shared) {
         const int lane = threadIdx.x % 32;
-        const int group = group_of(p);
+        const int row0 = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        const int rows = count_tile_rows(p, work);
         float inverse[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -760,30 +941,30 @@ struct Consumer {
             stats.row_sum[half] = sum;
         }
         rescale_out(o, make_float2(inverse[0], inverse[1]));
+        if (p.cluster_size > 1) {
+            named_sync(kAll, kConsumers * 128);  // all warpgroups have read Q, K and V
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = work.row0 + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4 + half * 8;
-            if (row >= p.seq_q * group) {
-                continue;
-            }
-            const int head = work.head_kv * group + row % group;
-            const long long number = row_at(p, work.batch, head, row / group);
-            if (lane % 4 == 0) {
-                float* lse = p.kv_splits == 1 ? p.lse : lse_accum(p) + work.range * count_rows(p);
-                lse[number] = lse_of(p, stats.row_max[half], stats.row_sum[half]);
-            }
-            if (p.kv_splits == 1) {
-                element* out = static_cast<element*>(p.out.data) + work.batch * p.out.batch + head * p.out.head +
-                               row / group * p.out.row;
-#pragma unroll
-                for (int i = 0; i < kHeadDim / 2; i += 4) {
-                    store_pair(out, i * 2 + lane % 4 * 2, o[i + half * 2], o[i + half * 2 + 1]);
+            const int row = row0 + half * 8;
+            const float lse = lse_of(p, stats.row_max[half], stats.row_sum[half]);
+            if (p.cluster_size > 1) {
+                if (lane % 4 == 0) {
+                    *reinterpret_cast<float*>(shared + kOffsetLse + row * 4) = lse;
                 }
-            } else {
-                float* out = p.out_accum + (work.range * count_rows(p) + number) * kOutColumns + lane % 4 * 2;
+                float* out = reinterpret_cast<float*>(shared + row * kResultBytes) + lane % 4 * 2;
 #pragma unroll
                 for (int i = 0; i < kHeadDim / 2; i += 4) {
                     *reinterpret_cast<float2*>(out + i * 2) = make_float2(o[i + half * 2], o[i + half * 2 + 1]);
+                }
+            } else if (row < rows) {
+                const RowTarget target(p, work, row);
+                if (lane % 4 == 0) {
+                    *target.lse = lse;
+                }
+#pragma unroll
+                for (int i = 0; i < kHeadDim / 2; i += 4) {
+                    target.store(i * 2 + lane % 4 * 2, o[i + half * 2], o[i + half * 2 + 1]);
                 }
             }
         }
@@ -792,7 +973,7 @@ struct Consumer {
 
 // ---- Kernels -------------------------------------------------------------------------------------------------------
 
-// Grid: tiles_packed x kv_splits x heads_kv x batch blocks.
+// Grid: tiles_packed x kv_splits x heads_kv x batch clusters of cluster_size blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s3_p0_r0_k0_q0_t1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
@@ -800,47 +981,72 @@ attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s3_p0_r0_k0_q0_t1(
     const unsigned smem = shared_address(shared);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // warp-uniform, also for ptxas
     const Work work = work_at(p, blockIdx.x);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) {
-            barrier_init(smem + kFullK + i * 8, 1);
-            barrier_init(smem + kEmptyK + i * 8, kConsumers * 4);
-            barrier_init(smem + kFullV + i * 8, 1);
-            barrier_init(smem + kEmptyV + i * 8, kConsumers * 4);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
     if (warpgroup == 0) {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < kStages; ++i) {
+                barrier_init(smem + kFullK + i * 8, 1);
+                barrier_init(smem + kEmptyK + i * 8, kConsumers * 4);
+                barrier_init(smem + kFullV + i * 8, 1);
+                barrier_init(smem + kEmptyV + i * 8, kConsumers * 4);
+            }
+            barrier_init_fence();
+        }
+        __syncwarp();
+        named_arrive(kReady, kThreads);
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0) {
             load_tiles(p, maps, smem, work);
         }
+        if (p.cluster_size > 1) {
+            cluster_sync();
+        }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         load_packed_q(p, work, smem, warpgroup - 1);
+        named_sync(kReady, kThreads);  // the producer, which does not wait for consumers, has initialized the barriers
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        wait_for_packed_q(warpgroup - 1);
         Consumer consumer(p, smem, warpgroup - 1);
         consumer.attend(work);
-        consumer.store(work);
+        consumer.store(work, shared);
+        if (p.cluster_size > 1) {
+            cluster_sync();  // the results of all ranges are there
+        }
+        if (p.cluster_size > 4) {
+            combine_cluster<8>(p, work, shared);
+        } else if (p.cluster_size > 2) {
+            combine_cluster<4>(p, work, shared);
+        } else if (p.cluster_size > 1) {
+            combine_cluster<2>(p, work, shared);
+        }
+    }
+    if (p.cluster_size > 1) {
+        cluster_sync();  // until now other blocks may have read results here
     }
 }
 
-// Grid: combine_blocks. Of each row of out, in the order of lse, combine_warps warps combine the results of all ranges.
+// Grid: combine_blocks. Of each row of out, in the order of lse, combine_warps warps combine the results of all splits.
 extern "C" __global__ void __launch_bounds__(kCombineWarps * 32)
 attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s3_p0_r0_k0_q0_t1_combine(const __grid_constant__ Params p) {
     __shared__ float4 sums[kCombineWarps][kOutColumns / 4];
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // for the results of all ranges
+    asm volatile("griddepcontrol.wait;" ::: "memory");  // for the results of all splits
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int first = warp % p.combine_warps;  // range of the warp
+    const int first = warp % p.combine_warps;  // split of the warp
     const long long rows = count_rows(p);
     const long long row = (static_cast<long long>(blockIdx.x) * kCombineWarps + warp) / p.combine_warps;
     const float* lses = lse_accum(p) + row;
     LseSum all = {};
     if (row < rows) {
+        const long long stride = rows * kOutColumns;
+        const float* out = p.out_accum + row * kOutColumns + lane * 4;
+        float4 outs[4];
+        load_outs(outs, out, stride, first, lane * 4 < kOutColumns ? p.kv_splits : 0, p.combine_warps);
         all = combine_lse(lses, rows, p.kv_splits);
-        for (int col = lane * 4; col < kOutColumns; col += 128) {
-            const float* outs = p.out_accum + row * kOutColumns + col;
-            sums[warp][col / 4] = weigh(outs, rows * kOutColumns, lses, rows, all, first, p.kv_splits, p.combine_warps);
+        for (int col = lane * 4; col < kOutColumns; col += 128, out += 128) {
+            if (col >= 128) {
+                load_outs(outs, out, stride, first, p.kv_splits, p.combine_warps);
+            }
+            sums[warp][col / 4] = weigh(outs, out, stride, lses, rows, all, first, p.kv_splits, p.combine_warps);
         }
     }
     __syncthreads();

@@ -53,7 +53,7 @@ struct Params {
     ScoreRef score0;  // t0 of the formula
     ScoreRef score1;  // t1 of the formula
     float* lse;  // (batch, heads_q, seq_q) natural log of the softmax denominator; -inf: empty row
-    float* out_accum;  // fp32 out and lse of ranges of keys, (kv_splits, batch, heads_q, seq_q, columns), or of pieces
+    float* out_accum;  // fp32 out and lse of splits of keys, (kv_splits, batch, heads_q, seq_q, columns), or of pieces
     unsigned* visit_bits;  // (bit_slots, 64-row groups, 128, words) bits of partial visits as threads hold their pairs
     int* visit_slots;  // (mask_planes, tiles, list_stride) slot of each visit's bits, -1: none
     int* slot_visits;  // (bit_slots, 2) of each slot: the owned tile of all planes, the visited one

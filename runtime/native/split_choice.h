@@ -25,14 +25,16 @@ struct SplitSizes {
 };
 
 // Is a kernel that splits the keys faster than one whose blocks have the rows of one q head? Times are predicted in
-// steps: what a multiprocessor takes for 128 rows by 128 keys. The constants fit 156 cases on an H100: the choice takes
-// 1.01 times as long as the faster one (docs/experiments.md, 91).
+// steps: what a multiprocessor takes for 128 rows by 128 keys. The constants fit 156 cases on an H100, where the choice
+// took 1.01 times as long as the faster one (docs/experiments.md, 91), and 138 on an H200, where it took 1.001 times as
+// long (138).
 inline bool splitting_is_faster(const SplitSizes& s) {
     if (!may_split(s.queries, s.keys)) {
         return false;
     }
     constexpr double kStepsOfLoads = 1.0 / 76;  // K and V of 128 keys of a head, where an H100's memory is the bound
     constexpr double kFewRows = 0.85;           // of a step, with 64 rows or fewer
+    constexpr double kApart = 1.1;              // where q heads of a kv head load K and V each on its own
     constexpr double kBesideTile = 4, kBesideCall = 3;  // steps that splitting costs beside the products
     const auto up = [](int64_t size, int64_t unit) { return (size + unit - 1) / unit; };
     const int64_t kv_planes = s.heads_kv * s.batch, q_planes = s.heads_q * s.batch;
@@ -42,7 +44,8 @@ inline bool splitting_is_faster(const SplitSizes& s) {
     const int64_t tile = s.queries <= 128 ? 128 : 192;
     const int64_t rounds = up(q_planes * up(s.queries, tile), s.multiprocessors);
     const double step = static_cast<double>(tile) / 128 * (s.queries <= 64 ? kFewRows : 1.0);
-    const double whole = std::max(static_cast<double>(rounds) * step * key_tiles, loads);
+    const double apart = s.heads_q > s.heads_kv ? kApart : 1.0;
+    const double whole = std::max(static_cast<double>(rounds) * step * key_tiles * apart, loads);
 
     const int64_t rows = s.queries * (s.heads_q / s.heads_kv);
     const int64_t packed = rows <= 128 ? 64 : 128;
@@ -63,14 +66,17 @@ struct Splits {
     int kv_splits, cluster_size;
 };
 
+// Costs in visits of a key tile. `loads`: what all visits take at least, as K and V are read from memory. `combining`:
+// of several splits, whose results pass through memory to another kernel.
+struct SplitCosts {
+    double loads, combining;
+};
+
 // How the keys of `work_tiles` work tiles, `tiles_n` tiles of keys each, are split. `held`: clusters that the device
 // holds at a time. They run in rounds of as many, all of about the same length; for each number of rounds, the ranges
-// that fill them are considered. Times are predicted in visits of a key tile. `loads`: what they are at least, as K and
-// V are read from memory. The constants fit 144 cases on an H200, of kernels with 64 and 128 rows: the choice takes
-// 1.003 times as long as the fastest one of those measured (docs/experiments.md, 138).
-inline Splits choose_splits(const ClusterCounts& held, int64_t work_tiles, int64_t tiles_n, double loads) {
+// that fill them are considered.
+inline Splits choose_splits(const ClusterCounts& held, int64_t work_tiles, int64_t tiles_n, const SplitCosts& costs) {
     constexpr double kBesideRound = 10;  // rows of q, a pipeline that fills and drains, results
-    constexpr double kBesideSplits = 0.5;  // memory for results, and the kernel that combines them
     double best = std::numeric_limits<double>::max();
     Splits chosen{1, 1};
     for (int64_t size = 1; size <= kMostOfCluster; ++size) {
@@ -80,10 +86,10 @@ inline Splits choose_splits(const ClusterCounts& held, int64_t work_tiles, int64
             const int64_t tiles_of_range = (tiles_n + most - 1) / most;
             const int64_t ranges = (tiles_n + tiles_of_range - 1) / tiles_of_range;
             const int64_t splits = (ranges + size - 1) / size;
-            const double visits = std::max(static_cast<double>(rounds * tiles_of_range), loads);
-            const double time = visits + kBesideRound * static_cast<double>(rounds) + (splits > 1 ? kBesideSplits : 0);
-            if (time < best) {
-                best = time;
+            const double visits = std::max(static_cast<double>(rounds * tiles_of_range), costs.loads);
+            const double beside = kBesideRound * static_cast<double>(rounds) + (splits > 1 ? costs.combining : 0);
+            if (visits + beside < best) {
+                best = visits + beside;
                 chosen = {static_cast<int>(splits), static_cast<int>(size)};
             }
         }

@@ -149,9 +149,7 @@ _SUBJECTS = {
     ("sm90a_wide", "bwd"): "up to head_dim 256: one warpgroup sums dV, the other dK, both transposed",
     ("sm90a_fp32", "fwd"): "float32 from six bf16 wgmma products per product",
 }
-_SPLITS = (
-    "for short queries: blocks share the keys, q heads of a kv head share a tile, a second kernel combines"
-)
+_SPLITS = "for short queries: blocks and clusters share the keys, q heads of a kv head a tile; a second kernel combines"
 _AMX = "the same forward with its products in the tile registers of Intel AMX: 16 x 16 sums an instruction"
 _MASKS = {
     Mask.FULL: "no mask code at all, apart from the last tile of K",

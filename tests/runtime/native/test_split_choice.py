@@ -17,10 +17,11 @@ ENTRY = """
 extern "C" bool splits(const long (&s)[6], double bandwidth) {
     return attnforge::splitting_is_faster({s[0], s[1], s[2], s[3], s[4], s[5], bandwidth});
 }
-extern "C" void choose(const int (&held)[9], long work_tiles, long tiles_n, double loads, int (&chosen)[2]) {
+extern "C" void choose(const int (&held)[9], long work_tiles, long tiles_n, double loads, double combining,
+                       int (&chosen)[2]) {
     attnforge::ClusterCounts counts{};
     std::copy(held, held + 9, counts.begin());
-    const attnforge::Splits splits = attnforge::choose_splits(counts, work_tiles, tiles_n, loads);
+    const attnforge::Splits splits = attnforge::choose_splits(counts, work_tiles, tiles_n, {loads, combining});
     chosen[0] = splits.kv_splits, chosen[1] = splits.cluster_size;
 }
 """
@@ -45,23 +46,26 @@ def splits(
 
 
 @pytest.mark.parametrize(
-    ("held", "work_tiles", "tiles_n", "loads", "chosen"),
+    ("held", "work_tiles", "tiles_n", "costs", "chosen"),
     [
         # Measured, (kv_splits, cluster_size): 28/4/128 with 64 queries and 8,192 keys; 16/16/128 with 16, 8/8/128
         # with 1; four batch entries of 32/8/128 with 16; 28/4/128 with 128, 32/8/128 with 128, and sixteen entries.
-        (HELD, 16, 64, 2.9, (8, 1)),
-        (HELD, 16, 128, 23.3, (1, 6)),
-        (HELD, 8, 128, 11.6, (16, 1)),
-        (HELD, 32, 128, 46.5, (1, 3)),
-        (HELD, 28, 64, 2.9, (1, 4)),
-        (HELD, 32, 64, 5.8, (4, 1)),
-        (HELD, 512, 64, 93.1, (1, 1)),
+        (HELD, 16, 64, (2.6, 1), (8, 1)),
+        (HELD, 16, 128, (21.2, 2), (1, 6)),
+        (HELD, 8, 128, (10.6, 2), (16, 1)),
+        (HELD, 32, 128, (42.3, 2), (1, 3)),
+        (HELD, 28, 64, (2.6, 1), (1, 4)),
+        (HELD, 32, 64, (5.3, 1), (4, 1)),
+        (HELD, 512, 64, (84.6, 1), (1, 1)),
+        # 16/16/128 with one query: with 131,072 keys, 96 of 132 multiprocessors do not keep up with the memory.
+        (HELD, 16, 512, (84.6, 2), (1, 6)),
+        (HELD, 16, 2048, (338.4, 2), (8, 1)),
         # Without clusters: two key tiles for each block, and whole rounds.
-        (ALONE, 16, 16, 0, (8, 1)),
-        (ALONE, 200, 8, 0, (1, 1)),
+        (ALONE, 16, 16, (0, 0), (8, 1)),
+        (ALONE, 200, 8, (0, 0), (1, 1)),
         # Fewer key tiles than blocks; clusters too large for the device.
-        (HELD, 1, 1, 0, (1, 1)),
-        ((0, 10, 4, *(0,) * 6), 4, 100, 0, (1, 2)),
+        (HELD, 1, 1, (0, 0), (1, 1)),
+        ((0, 10, 4, *(0,) * 6), 4, 100, (0, 1), (1, 2)),
     ],
 )
 def test_splits(
@@ -69,12 +73,12 @@ def test_splits(
     held: tuple[int, ...],
     work_tiles: int,
     tiles_n: int,
-    loads: float,
+    costs: tuple[float, float],
     chosen: tuple[int, int],
 ) -> None:
     found = (ctypes.c_int * 2)()
     sizes = ctypes.c_long(work_tiles), ctypes.c_long(tiles_n)
-    library.choose((ctypes.c_int * 9)(*held), *sizes, ctypes.c_double(loads), found)
+    library.choose((ctypes.c_int * 9)(*held), *sizes, *map(ctypes.c_double, costs), found)
     assert tuple(found) == chosen
 
 
@@ -92,6 +96,9 @@ def test_splits(
         ((16, 16), 4, 16, 8192, False, True),
         ((16, 16), 4, 1, 32768, False, True),
         ((16, 16), 4, 16, 32768, False, True),
+        # Blocks of one q head load K and V for each of four; measured on an H200.
+        ((32, 8), 16, 128, 8192, True, True),
+        ((32, 8), 4, 128, 8192, True, True),
     ],
 )
 def test_choice(
