@@ -14,7 +14,8 @@
 //   splits        1   1: for few queries: blocks split the keys, and the q heads of a kv head are rows of one tile
 //
 // Attention forward of short queries. A producer thread loads key tiles with TMA; 2 consumer warpgroups
-// multiply them with wgmma.
+// multiply them with wgmma. Blocks of a cluster combine the results of their ranges, a second kernel
+// those of splits.
 //
 // symbol      shape                 meaning
 //   Q         kTileM x kHeadDim     packed rows: query * group + q head of the group; 64 for each consumer warpgroup
