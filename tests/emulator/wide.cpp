@@ -1,5 +1,5 @@
-// Enough of Hopper to run a kernel for wide heads on the CPU, a few blocks or clusters at a time: a fiber per thread,
-// warps in random order. Copies land, and products are done, as late as the waits for them allow.
+// Enough of Hopper to run a kernel for wide heads or short queries on the CPU, a few blocks or clusters at a time: a
+// fiber per thread, warps in random order. Copies land, and products are done, as late as the waits for them allow.
 #include "wide.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""What emulations of Hopper kernels for wide heads share: a kernel's text for g++, tensor maps as wide.cpp has them."""
+"""What emulations of Hopper kernels by wide.cpp share: a kernel's text for g++, tensor maps as wide.cpp has them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_wide_forward import EmulatedWideForward
+from emulated_cluster_forward import EmulatedClusterForward
 from emulator import Emulated
 from oracle import Shape, draw, make_mask, unions
 from strict_nvcc import check_resources
@@ -135,7 +135,7 @@ def test_emulated_on_hopper(
 ) -> None:
     """Clusters and splits: fewer key tiles than blocks, and rows that see none."""
     problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, head_dim, mask, 16, dim_v)
-    kernel = EmulatedWideForward(Spec(problem, replace(SPLITS, **knobs)), tmp_path)  # type: ignore[arg-type]
+    kernel = EmulatedClusterForward(Spec(problem, replace(SPLITS, **knobs)), tmp_path)  # type: ignore[arg-type]
     kernel.splits = splits
     for seed in range(2):
         assert kernel.failure(shape, seed, sharpness=(1, 8)[seed]) == ""
@@ -166,7 +166,7 @@ BREAKS = {
 def test_breaks_are_noticed(tmp_path: Path) -> None:
     problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, 128, Mask.FULL)
     spec = Spec(problem, replace(SPLITS, tile_n=64))
-    kernel = EmulatedWideForward(spec, tmp_path, BREAKS)
+    kernel = EmulatedClusterForward(spec, tmp_path, BREAKS)
     kernel.splits = 1, 3
     shape = Shape(60, 700, 0, 1, 2)
     assert all(kernel.failure(shape, seed) == "" for seed in range(3))

@@ -24,7 +24,7 @@ LIMIT = 5e-3  # of the rms error of out, as a share of out itself: bfloat16 of P
 LSE_LIMIT = 1e-5  # of the largest, or of 1
 
 
-class EmulatedWideForward:
+class EmulatedClusterForward:
     """A variant, compiled for the CPU."""
 
     def __init__(self, spec: Spec, directory: Path, breaks: dict[str, str] | None = None) -> None:
