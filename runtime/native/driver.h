@@ -54,12 +54,17 @@ struct Driver {
         return launch_with(&config, function, arguments, nullptr);
     }
 
-    // How many clusters of such a launch the current device holds at a time.
+    // How many clusters of such a launch the current device holds at a time; none if they are too large for it.
     int count_clusters(void* function, const LaunchShape& shape) const {
+        constexpr int kInvalidClusterSize = 912;  // CUDA_ERROR_INVALID_CLUSTER_SIZE
         LaunchAttribute attribute = cluster_attribute(shape.cluster);
         const LaunchConfig config = launch_config(shape, nullptr, &attribute, 1);
         int count = 0;
-        check(most_clusters(&count, function, &config), "counting clusters");
+        const int result = most_clusters(&count, function, &config);
+        if (result == kInvalidClusterSize) {
+            return 0;
+        }
+        check(result, "counting clusters");
         return count;
     }
 

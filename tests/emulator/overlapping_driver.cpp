@@ -52,8 +52,9 @@ int cuLaunchKernelEx(const attnforge::LaunchConfig* c, void* function, void** ar
     return 7;
 }
 int cuOccupancyMaxActiveClusters(int* count, void*, const attnforge::LaunchConfig* c) {
-    *count = 100 / static_cast<int>(c->attributes[0].sizes[0]);
-    return 0;
+    const int size = static_cast<int>(c->attributes[0].sizes[0]);
+    *count = 100 / size;
+    return size > 8 ? 912 : 0;
 }
 }
 
@@ -97,7 +98,9 @@ int main() {
         for (const bool overlaps : {false, true}) {
             driver.enqueue(function, {40, 384, 1000, 8, overlaps}, stream, arguments);
         }
-        std::printf("%d\n", driver.count_clusters(function, {4, 384, 1000, 4}));
+        for (const unsigned size : {4U, 9U}) {
+            std::printf("%d\n", driver.count_clusters(function, {size, 384, 1000, size}));
+        }
     }
 }
 

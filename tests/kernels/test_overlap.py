@@ -177,7 +177,9 @@ def test_old_drivers_launch_one_after_the_other(version: int, overlapping: bool,
     done = subprocess.run([tmp_path / "program"], env=env, capture_output=True, text=True, check=True)
     launch = "function 11 grid 40 1 1 block 384 1 1 shared 1000 stream 12 argument 5"
     second = ("overlapping", "7") if overlapping else ("plain", "0")
-    clusters = [f"clusters of 8 {launch}", f"overlapping clusters of 8 {launch}", "25"] if overlapping else []
+    clusters = (
+        [f"clusters of 8 {launch}", f"overlapping clusters of 8 {launch}", "25", "0"] if overlapping else []
+    )
     expected = [f"plain {launch}", "0", f"{second[0]} {launch}", second[1], *clusters]
     assert done.stdout.splitlines() == expected
 
