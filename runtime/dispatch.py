@@ -54,28 +54,28 @@ def target_of(device: torch.device) -> Target:
     return Target(tables.device_name(device), kernels.targets(device))
 
 
-def choose(call: Call, device: torch.device, split_keys: bool = False) -> Choice:
+def choose(call: Call, device: torch.device, split_rows: int = 0) -> Choice:
     """As `choose_for`, for a device of this machine."""
-    return choose_for(call, target_of(device), split_keys)
+    return choose_for(call, target_of(device), split_rows)
 
 
-def choose_for(call: Call, target: Target, split_keys: bool = False) -> Choice:
+def choose_for(call: Call, target: Target, split_rows: int = 0) -> Choice:
     """The spec that computes `call` on `target`; the arch of the call's problem does not matter.
 
     For a deterministic call: an entry that was searched for such calls if one is near (`choosing.choose`), else the
     variant of another one that sums in a fixed order (`_deterministic`).
-    `split_keys`: prefer a kernel whose blocks share the keys of a query, if there is one for the problem; there are
-    too few queries otherwise.
+    `split_rows`: unless 0, prefer a kernel whose blocks share the keys of a query, if there is one for the problem;
+    there are too few queries otherwise. On Hopper, with tiles of 64 or 128 rows, as it says.
     Raises Infeasible with the reason if there is no kernel, ValueError for a dtype without kernels on the device.
     """
     with tables.unchanged():
-        return _choose(call, target, split_keys)
+        return _choose(call, target, split_rows)
 
 
-def _choose(call: Call, target: Target, split_keys: bool) -> Choice:
+def _choose(call: Call, target: Target, split_rows: int) -> Choice:
     problem = call.problem
     check_dtype(problem)
-    if split_keys and (split := _splitting(call, target)):
+    if split_rows and (split := _splitting(call, target, split_rows)):
         return Choice(split, "few queries for many keys: blocks share the keys, not tuned")
     for choice in _offers(call, target):
         if not call.deterministic or make_plan(choice.spec).deterministic:
@@ -114,11 +114,18 @@ def _offers(call: Call, target: Target) -> Iterator[Choice]:
             log.debug("no %s kernel for %s: %s", arch.value, there.problem, why_infeasible(there.problem))
 
 
-def _splitting(call: Call, target: Target) -> Spec | None:
-    """The kernel of the first target that has one, for the query rows of a kv head in calls of this octave."""
+def _splitting(call: Call, target: Target, split_rows: int) -> Spec | None:
+    """The kernel of the first target that has one.
+
+    On Hopper with tiles for `split_rows`, elsewhere for the query rows of a kv head in calls of this octave.
+    """
     shortest = 1 << (call.size.bit_length() - 1)
-    rows = call.group * shortest, call.group * (2 * shortest - 1)
-    specs = (splitting(replace(call.problem, arch=arch), *rows) for arch in target.archs)
+    octave = call.group * shortest, call.group * (2 * shortest - 1)
+    rows = ((split_rows, split_rows) if arch is Arch.SM90A else octave for arch in target.archs)
+    specs = (
+        splitting(replace(call.problem, arch=arch), *some)
+        for arch, some in zip(target.archs, rows, strict=True)
+    )
     return next(chain.from_iterable(specs), None)
 
 
@@ -188,7 +195,7 @@ def resolve(
     planes: bool = False,
     score: str = "",
     mask_mod: str = "",
-    split_keys: bool = False,
+    split_rows: int = 0,
     rounds: int = MANY,
 ) -> int:
     """Called by launcher.cpp for a new problem class: the handle of the chosen variant, compiled and loaded."""
@@ -215,7 +222,7 @@ def resolve(
         deterministic=deterministic and backward,
         rounds=rounds,
     )
-    choice = choose(call, device, split_keys)
+    choice = choose(call, device, split_rows)
     log.debug("%s: %s", choice.spec.slug, choice.reason)
     handle = kernels.load(choice.spec, device)
     _reasons[handle] = choice.reason

@@ -54,25 +54,26 @@ def explain(selection: Selection, deterministic: bool, most: int) -> None:
             call = case.call(problem, multiprocessors(gpu) if gpu else None)
             found = explaining.explain(call, target)
             echo(f"{case.name} {direction.value} {case.dtype.value} on {target.name}")
-            splitting = _splitting(call, case.seq_k, target) if direction is Direction.FORWARD else None
+            splitting = _splitting(call, case.seq_k, target) if direction is Direction.FORWARD else []
             _say(found, most, splitting)
 
 
-def _splitting(call: Call, keys: int, target: Target) -> str | None:
-    """The kernel whose blocks share the keys, if a call of few queries for many keys may get it instead."""
+def _splitting(call: Call, keys: int, target: Target) -> list[str]:
+    """The kernels whose blocks share the keys, if a call of few queries for many keys may get one instead."""
     from attnforge.runtime.dispatch import choose_for
 
     if call.size > MOST_QUERIES or keys < max(LEAST_KEYS, KEYS_OF_A_QUERY * call.size):
-        return None
-    spec = choose_for(call, target, split_keys=True).spec
-    return spec.slug if getattr(spec.tuning, "splits", 0) else None
+        return []
+    specs = (choose_for(call, target, rows).spec for rows in (64, 128))
+    return list(dict.fromkeys(spec.slug for spec in specs if getattr(spec.tuning, "splits", 0)))
 
 
-def _say(found: Explanation, most: int, splitting: str | None) -> None:
+def _say(found: Explanation, most: int, splitting: list[str]) -> None:
     echo_entry("runs", found.choice.spec.slug)
     echo_entry("why", found.choice.reason.replace(f" as {found.choice.spec.slug}", "", 1))
+    for slug in splitting:
+        echo_entry("or", slug)
     if splitting:
-        echo_entry("or", splitting)
         echo_entry(
             "", "where the predicted time is shorter if blocks share the keys (docs/concepts/dispatch.md)"
         )

@@ -520,15 +520,12 @@ def _later_knobs(
 
 # For short queries.
 SPLITS = Sm90Forward(128, 128, 2, False, False, False, False, splits=1)
-# Query rows of a kv head up to which small tiles are faster: loads of K and V take longer than products, also where two
-# tiles of 64 rows share them through the L2 cache (docs/experiments.md, 91).
-MEMORY_BOUND = 128
 SPLIT_TILES = ((64, (64, 48, 32)), (128, (128, 96, 80, 64, 48)))  # tile_m, and tile_n
 
 
 def split_tunings(problem: Problem, fewest: int, most: int) -> Iterator[Sm90Forward]:
-    """Kernels that split the keys, for `fewest` to `most` query rows of a kv head, best guesses first."""
-    for tile_m, tiles_n in SPLIT_TILES if most <= MEMORY_BOUND else reversed(SPLIT_TILES):
+    """Kernels that split the keys, those whose tiles hold `most` query rows of a kv head first, if any do."""
+    for tile_m, tiles_n in SPLIT_TILES if most <= SPLIT_TILES[0][0] else reversed(SPLIT_TILES):
         for tile_n, stages in product(tiles_n, (4, 3, 2)):
             yield replace(SPLITS, tile_m=tile_m, tile_n=tile_n, stages=stages)
 

@@ -84,18 +84,6 @@ inline unsigned blocks_of(const Launch& launch, const Params& params, int multip
 
 constexpr int kCombineWarps = 8;  // of a block of _combine (codegen/families/limits.py: COMBINE_THREADS)
 
-// Of a kernel whose blocks form clusters, for so many key tiles of all heads. The constants fit 144 cases on an H200,
-// with tiles of 64 and of 128 rows (docs/experiments.md, 138). Without clusters nothing was fitted.
-inline SplitCosts split_costs(const Variant& variant, int64_t key_tiles) {
-    if (!variant.launches.front().clustered) {
-        return {0, 0};
-    }
-    constexpr double kVisitsOfLoads = 1.0 / 66;  // of K and V of a key tile, where an H100's memory is the bound
-    constexpr double kCombining = 128;  // visits of a row
-    return {static_cast<double>(key_tiles) * kVisitsOfLoads / variant.bandwidth,
-            kCombining / static_cast<double>(variant.tile_m)};
-}
-
 // Of a variant that splits the keys: into how many parts, and how many warps combine their results. Others have 0.
 inline void set_kv_splits(const Variant& variant, Params& p) {
     if (variant.split_blocks == 0) {
@@ -107,7 +95,9 @@ inline void set_kv_splits(const Variant& variant, Params& p) {
                       ", which splits the keys, can number with an int; split the queries into several calls");
     p.tiles_packed = static_cast<int>((rows + variant.tile_m - 1) / variant.tile_m);
     const int64_t planes = int64_t{p.heads_kv} * p.batch;
-    const SplitCosts costs = split_costs(variant, planes * p.tiles_n);
+    const bool clustered = variant.launches.front().clustered;  // without clusters nothing was fitted
+    const SplitCosts costs =
+        clustered ? split_costs(variant.tile_m, planes * p.tiles_n, variant.bandwidth) : SplitCosts{0, 0};
     const Splits splits = choose_splits(variant.clusters, planes * p.tiles_packed, p.tiles_n, costs);
     p.kv_splits = splits.kv_splits;
     p.cluster_size = splits.cluster_size;

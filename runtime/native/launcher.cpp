@@ -46,7 +46,7 @@ TORCH_LIBRARY(attnforge, m) {
           ATTNFORGE_SCORE_TENSORS ", str mask_mod=\"\") -> ()");
     m.def("resolve(bool backward, ScalarType dtype, int head_dim, int head_dim_v, int kind, int heads_q, int heads_kv, "
           "int seq_q, int seq_k, int align, Device device, bool deterministic, int visible, int intervals, "
-          "bool planes, str score=\"\", str mask_mod=\"\", bool split_keys=False, int rounds=8) -> int");
+          "bool planes, str score=\"\", str mask_mod=\"\", int split_rows=0, int rounds=8) -> int");
     m.def("load_mask_kernels(Device device) -> ()");
     // Called from Python.
     m.def("route(Tensor q, Tensor k, Tensor v, Tensor? mask, int kind, bool deterministic, int visible, Tensor? dout, "

@@ -50,14 +50,15 @@ inline const GpuRates& rates_of(c10::Device device) {
     return known.emplace(device.index(), rates).first->second;
 }
 
-// Whether a call runs a kernel that splits the keys, if there is one for it.
-inline bool splits_keys(const Call& c, bool backward) {
+// Rows of the tiles of a kernel that splits the keys, if there is one for the call; 0 if it should run another one.
+inline int64_t split_rows_of(const Call& c, bool backward) {
     if (backward || c.q.is_cpu() || !may_split(c.q.size(2), c.k.size(2))) {
-        return false;
+        return 0;
     }
     const GpuRates& rates = rates_of(c.q.device());
-    return splitting_is_faster({c.q.size(0), c.q.size(1), c.k.size(1), c.q.size(2), c.k.size(2),
-                                rates.multiprocessors, rates.bandwidth});
+    const SplitSizes sizes{c.q.size(0), c.q.size(1), c.k.size(1), c.q.size(2), c.k.size(2), rates.multiprocessors,
+                           rates.bandwidth};
+    return splitting_is_faster(sizes) ? split_rows(sizes) : 0;
 }
 
 inline uint64_t rounds_of(const Call& c, bool backward) {
@@ -76,10 +77,10 @@ public:
         const uint64_t visible_octave =
             (visible_keys > 0 ? 64 - __builtin_clzll(visible_keys) : 0) | (c.visible_keys < 0 ? 128u : 0u);
         const uint64_t device = static_cast<uint8_t>(c.q.device().index()) * 2u + c.q.is_cpu();
-        const bool split_keys = splits_keys(c, backward);
+        const int64_t split_rows = split_rows_of(c, backward);
         const uint64_t rounds = rounds_of(c, backward);
         const Route route{
-            static_cast<uint64_t>(split_keys) << 63 | static_cast<uint64_t>(c.q.size(3)) << 48 |
+            static_cast<uint64_t>(split_rows / 64) << 62 | static_cast<uint64_t>(c.q.size(3)) << 48 |
                 static_cast<uint64_t>(c.v.size(3)) << 32 | static_cast<uint64_t>(c.q.size(1) / c.k.size(1)),
             visible_octave << 56 | rounds << 52 | device << 40 | static_cast<uint64_t>(c.q.scalar_type()) << 32 |
                 rows_octave << 24 | static_cast<uint64_t>(align) << 16 | static_cast<uint64_t>(c.kind) << 8 |
@@ -94,12 +95,12 @@ public:
         }
         static const auto resolve = find_op<int64_t(bool, at::ScalarType, int64_t, int64_t, int64_t, int64_t, int64_t,
                                                     int64_t, int64_t, int64_t, at::Device, bool, int64_t, int64_t,
-                                                    bool, std::string_view, std::string_view, bool, int64_t)>(
+                                                    bool, std::string_view, std::string_view, int64_t, int64_t)>(
             "attnforge::resolve");
         const int64_t handle =
             resolve.call(backward, c.q.scalar_type(), c.q.size(3), c.v.size(3), c.kind, c.q.size(1), c.k.size(1),
                          c.q.size(2), c.k.size(2), align, c.q.device(), deterministic, c.visible_keys, c.intervals(),
-                         c.planes(), c.score.text, c.score.mask_mod, split_keys, static_cast<int64_t>(rounds));
+                         c.planes(), c.score.text, c.score.mask_mod, split_rows, static_cast<int64_t>(rounds));
         const std::unique_lock lock(mutex_);
         handles_[route] = handle;
         return handle;

@@ -24,6 +24,53 @@ struct SplitSizes {
     double bandwidth;
 };
 
+constexpr int kMostOfCluster = 8;  // blocks, of all devices that have clusters
+using ClusterCounts = std::array<int, kMostOfCluster + 1>;  // by the number of their blocks
+
+// `kv_splits` parts of the keys, each for a cluster of `cluster_size` blocks that share it. `time`: predicted visits.
+struct Splits {
+    int kv_splits, cluster_size;
+    double time;
+};
+
+// Costs in visits of a key tile by a tile of rows. `loads`: what all visits take at least, as K and V are read from
+// memory. `combining`: of several splits, whose results pass through memory to another kernel.
+struct SplitCosts {
+    double loads, combining;
+};
+
+// Of a kernel whose blocks form clusters, with tiles of `tile_m` rows, for so many key tiles of all heads. `bandwidth`:
+// of the memory, over an H100's. The constants fit 144 cases on an H200, with tiles of 64 rows by 64 keys and of 128 by
+// 128 (docs/experiments.md, 138).
+inline SplitCosts split_costs(int64_t tile_m, int64_t key_tiles, double bandwidth) {
+    constexpr double kVisitsOfLoads = 1.0 / 66;  // of K and V of a key tile, where an H100's memory is the bound
+    constexpr double kCombining = 128;           // visits of a row
+    return {static_cast<double>(key_tiles) * kVisitsOfLoads / bandwidth, kCombining / static_cast<double>(tile_m)};
+}
+
+// How the keys of `work_tiles` work tiles, `tiles_n` tiles of keys each, are split. `held`: clusters that the device
+// holds at a time. They run in rounds of as many, all of about the same length; for each number of rounds, the ranges
+// that fill them are considered.
+inline Splits choose_splits(const ClusterCounts& held, int64_t work_tiles, int64_t tiles_n, const SplitCosts& costs) {
+    constexpr double kBesideRound = 10;  // rows of q, a pipeline that fills and drains, results
+    Splits chosen{1, 1, std::numeric_limits<double>::max()};
+    for (int64_t size = 1; size <= kMostOfCluster; ++size) {
+        const int64_t least = held[size] == 0 ? 0 : (work_tiles + held[size] - 1) / held[size];
+        for (int64_t rounds = least; least > 0 && rounds < least + 4; ++rounds) {
+            const int64_t most = std::clamp<int64_t>(rounds * held[size] / work_tiles * size, 1, tiles_n);
+            const int64_t tiles_of_range = (tiles_n + most - 1) / most;
+            const int64_t ranges = (tiles_n + tiles_of_range - 1) / tiles_of_range;
+            const int64_t splits = (ranges + size - 1) / size;
+            const double visits = std::max(static_cast<double>(rounds * tiles_of_range), costs.loads);
+            const double beside = kBesideRound * static_cast<double>(rounds) + (splits > 1 ? costs.combining : 0);
+            if (visits + beside < chosen.time) {
+                chosen = {static_cast<int>(splits), static_cast<int>(size), visits + beside};
+            }
+        }
+    }
+    return chosen;
+}
+
 // Is a kernel that splits the keys faster than one whose blocks have the rows of one q head? Times are predicted in
 // steps: what a multiprocessor takes for 128 rows by 128 keys. The constants fit 156 cases on an H100, where the choice
 // took 1.01 times as long as the faster one (docs/experiments.md, 91), and 138 on an H200, where it took 1.001 times as
@@ -58,43 +105,20 @@ inline bool splitting_is_faster(const SplitSizes& s) {
     return split < whole;
 }
 
-constexpr int kMostOfCluster = 8;  // blocks, of all devices that have clusters
-using ClusterCounts = std::array<int, kMostOfCluster + 1>;  // by the number of their blocks
-
-// `kv_splits` parts of the keys, each for a cluster of `cluster_size` blocks that share it.
-struct Splits {
-    int kv_splits, cluster_size;
-};
-
-// Costs in visits of a key tile. `loads`: what all visits take at least, as K and V are read from memory. `combining`:
-// of several splits, whose results pass through memory to another kernel.
-struct SplitCosts {
-    double loads, combining;
-};
-
-// How the keys of `work_tiles` work tiles, `tiles_n` tiles of keys each, are split. `held`: clusters that the device
-// holds at a time. They run in rounds of as many, all of about the same length; for each number of rounds, the ranges
-// that fill them are considered.
-inline Splits choose_splits(const ClusterCounts& held, int64_t work_tiles, int64_t tiles_n, const SplitCosts& costs) {
-    constexpr double kBesideRound = 10;  // rows of q, a pipeline that fills and drains, results
-    double best = std::numeric_limits<double>::max();
-    Splits chosen{1, 1};
-    for (int64_t size = 1; size <= kMostOfCluster; ++size) {
-        const int64_t least = held[size] == 0 ? 0 : (work_tiles + held[size] - 1) / held[size];
-        for (int64_t rounds = least; least > 0 && rounds < least + 4; ++rounds) {
-            const int64_t most = std::clamp<int64_t>(rounds * held[size] / work_tiles * size, 1, tiles_n);
-            const int64_t tiles_of_range = (tiles_n + most - 1) / most;
-            const int64_t ranges = (tiles_n + tiles_of_range - 1) / tiles_of_range;
-            const int64_t splits = (ranges + size - 1) / size;
-            const double visits = std::max(static_cast<double>(rounds * tiles_of_range), costs.loads);
-            const double beside = kBesideRound * static_cast<double>(rounds) + (splits > 1 ? costs.combining : 0);
-            if (visits + beside < best) {
-                best = visits + beside;
-                chosen = {static_cast<int>(splits), static_cast<int>(size)};
-            }
-        }
-    }
-    return chosen;
+// Rows of the tiles with which a kernel that splits the keys is faster, 64 or 128: small tiles share out few rows and
+// keys among more blocks. Of 65 cases on an H200 the choice takes 1.001 times as long as the faster kernel, 1.04 at
+// most (docs/experiments.md, 138).
+inline int64_t split_rows(const SplitSizes& s) {
+    constexpr double kSmallVisit = 0.5;   // of one of 128 rows by 128 keys
+    constexpr double kSmallBeside = 1.5;  // visits of 128 rows that small tiles cost beside
+    const int64_t rows = s.queries * (s.heads_q / s.heads_kv), planes = s.heads_kv * s.batch;
+    const auto time = [&](int64_t tile) {
+        const int64_t tiles_n = (s.keys + tile - 1) / tile, work_tiles = (rows + tile - 1) / tile * planes;
+        ClusterCounts held{};
+        held[1] = static_cast<int>(s.multiprocessors);
+        return choose_splits(held, work_tiles, tiles_n, split_costs(tile, planes * tiles_n, s.bandwidth)).time;
+    };
+    return time(64) * kSmallVisit + kSmallBeside < time(128) ? 64 : 128;
 }
 
 }  // namespace attnforge

@@ -18,7 +18,7 @@ from torch import Tensor
 import attnforge
 from attnforge.codegen.families import make_plan
 from attnforge.codegen.families.sm80 import SPLITTING, Sm80Forward
-from attnforge.codegen.families.sm90 import SPLITS, split_tunings
+from attnforge.codegen.families.sm90 import SPLITS
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.render import render
 from attnforge.codegen.score import ScoreMod
@@ -260,12 +260,14 @@ def test_tiles_hold_the_rows_of_a_group() -> None:
 
 def test_dispatch_prefers_them_where_asked() -> None:
     problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, 128, Mask.FULL)
-    chosen = choose_for(Call(problem, 7, 1), H200, split_keys=True)
-    assert (chosen.spec.problem.arch, chosen.spec.tuning) == (Arch.SM90A, next(split_tunings(problem, 7, 7)))
+    for tile_m in (64, 128):
+        chosen = choose_for(Call(problem, 7, 1), H200, split_rows=tile_m)
+        assert chosen.spec == next(splitting(problem, tile_m))
+        assert chosen.spec.tuning.tile_m == tile_m
     assert choose_for(Call(problem, 7, 1), H200).spec.problem.arch is Arch.SM90A
     assert not getattr(choose_for(Call(problem, 7, 1), H200).spec.tuning, "splits", 0)
     # Rows of 8 or fewer bytes cannot be copied by TMA.
-    unaligned = choose_for(Call(replace(problem, align=8), 7, 1), H200, split_keys=True)
+    unaligned = choose_for(Call(replace(problem, align=8), 7, 1), H200, split_rows=64)
     assert (unaligned.spec.problem.arch, unaligned.spec.tuning) == (Arch.SM90, SPLITTING[0][1])
     older = Target("NVIDIA A100", (Arch.SM80,))
     for group, rows, tiles in ((7, (2, 3), 32), (5, (2, 3), 16), (4, (16, 31), 64)):
@@ -273,14 +275,14 @@ def test_dispatch_prefers_them_where_asked() -> None:
         # queries of 4 heads: tiles for the fewest.
         chosen_tiles = {
             choose_for(
-                Call(replace(problem, arch=Arch.SM80), group, n), older, split_keys=True
+                Call(replace(problem, arch=Arch.SM80), group, n), older, split_rows=64
             ).spec.tuning.tile_m
             for n in rows
         }
         assert chosen_tiles == {tiles}
     # No kernel splits these: as without the wish.
     for alone in (Problem(FORWARD, Arch.SM90A, DType.FLOAT32, 128, Mask.FULL), other_mask()):
-        assert choose_for(Call(alone, 7, 1), H200, split_keys=True) == choose_for(Call(alone, 7, 1), H200)
+        assert choose_for(Call(alone, 7, 1), H200, split_rows=64) == choose_for(Call(alone, 7, 1), H200)
 
 
 def other_mask() -> Problem:

@@ -150,7 +150,7 @@ def test_choice() -> None:
             for size, rounds in ((4096, 0), (16384, 1))
         ]
         assert tiles == [64, 128]  # with tiles of 128 rows, half of an H200 would be idle
-    few = choose_for(Call(problem, 8, 1), H200, split_keys=True).spec
+    few = choose_for(Call(problem, 8, 1), H200, split_rows=64).spec
     assert (few.problem.arch, few.tuning) == (Arch.SM90, WIDE[0])
     two = replace(problem, mask=Mask.SPANS, intervals=2)
     assert choose_for(Call(two, 1, 4096), H200).spec.problem.arch is Arch.SM90

@@ -17,6 +17,9 @@ ENTRY = """
 extern "C" bool splits(const long (&s)[6], double bandwidth) {
     return attnforge::splitting_is_faster({s[0], s[1], s[2], s[3], s[4], s[5], bandwidth});
 }
+extern "C" long rows(const long (&s)[6], double bandwidth) {
+    return attnforge::split_rows({s[0], s[1], s[2], s[3], s[4], s[5], bandwidth});
+}
 extern "C" void choose(const int (&held)[9], long work_tiles, long tiles_n, double loads, double combining,
                        int (&chosen)[2]) {
     attnforge::ClusterCounts counts{};
@@ -43,6 +46,31 @@ def splits(
 ) -> bool:
     sizes = (ctypes.c_long * 6)(batch, *heads, queries, keys, 132)
     return bool(library.splits(sizes, ctypes.c_double(bandwidth)))
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch", "queries", "keys", "rows"),
+    [
+        # Measured on an H200: the other tiles took at least 4 % longer.
+        ((28, 4), 1, 1, 8192, 64),
+        ((28, 4), 1, 16, 8192, 64),
+        ((28, 4), 1, 16, 32768, 128),
+        ((28, 4), 4, 16, 8192, 128),
+        ((28, 4), 1, 64, 2048, 64),
+        ((28, 4), 1, 64, 8192, 128),
+        ((8, 8), 1, 128, 2048, 64),
+        ((8, 8), 1, 128, 32768, 128),
+        ((32, 8), 1, 16, 32768, 64),
+        ((32, 8), 1, 64, 2048, 64),
+        ((32, 8), 1, 128, 8192, 128),
+        ((16, 16), 4, 128, 2048, 128),
+    ],
+)
+def test_rows_of_tiles(
+    library: ctypes.CDLL, heads: tuple[int, int], batch: int, queries: int, keys: int, rows: int
+) -> None:
+    sizes = (ctypes.c_long * 6)(batch, *heads, queries, keys, 132)
+    assert library.rows(sizes, ctypes.c_double(H200)) == rows
 
 
 @pytest.mark.parametrize(
