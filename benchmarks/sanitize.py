@@ -83,14 +83,15 @@ def run_kernel(slug: str, listed: Path | None) -> None:
     """Launch one kernel, once or for each of BATCHES."""
     spec = next(spec for spec in gpu_specs(listed) if spec.slug == slug)
     persistent = any(launch.persistent for launch in make_plan(spec).launches)
-    for batch in BATCHES if getattr(spec.tuning, "splits", 0) else (WALKS if persistent else 1,):
-        launch(spec, batch)
+    batches = BATCHES if getattr(spec.tuning, "splits", 0) else (WALKS if persistent else 1,)
+    for batch in batches:
+        run_batch(spec, batch)
     torch.cuda.synchronize()
     print("launched", slug)
 
 
-def launch(spec: Spec, batch: int) -> None:
-    """Inputs come from the host, so that initcheck sees them written."""
+def run_batch(spec: Spec, batch: int) -> None:
+    """Launch a kernel once. Inputs come from the host, so that initcheck sees them written."""
     problem = spec.problem
     dtype, generator = kernels.TORCH_DTYPES[problem.dtype], torch.Generator().manual_seed(0)
     seq_q, seq_k = SHORT if getattr(spec.tuning, "splits", 0) else (LENGTH, LENGTH)

@@ -647,27 +647,38 @@ __device__ __forceinline__ void store_out(const Params& p, int batch, int head, 
 // Where a packed row of a work tile goes: to out and lse, or of one of several splits to where _combine reads it.
 struct RowTarget {
     element* out;
-    float *out_accum, *lse;
-
-    __device__ __forceinline__ RowTarget(const Params& p, const Work& work, int row) {
-        const int group = group_of(p);
-        const int query = (work.row0 + row) / group;
-        const int head = work.head_kv * group + (work.row0 + row) % group;
-        const long long number = row_at(p, work.batch, head, query);
-        out = static_cast<element*>(p.out.data) + work.batch * p.out.batch + head * p.out.head + query * p.out.row;
-        out_accum = p.kv_splits == 1 ? nullptr : p.out_accum + (work.split * count_rows(p) + number) * kOutColumns;
-        lse = (p.kv_splits == 1 ? p.lse : lse_accum(p) + work.split * count_rows(p)) + number;
-    }
-
-    // Columns `column` (even) and the next one.
-    __device__ __forceinline__ void store(int column, float x, float y) const {
-        if (out_accum == nullptr) {
-            store_pair(out, column, x, y);
-        } else {
-            *reinterpret_cast<float2*>(out_accum + column) = make_float2(x, y);
-        }
-    }
+    float* out_accum;  // null: out
+    float* lse;
 };
+
+__device__ __forceinline__ RowTarget row_target(const Params& p, const Work& work, int row) {
+    const int group = group_of(p);
+    const int query = (work.row0 + row) / group;
+    const int head = work.head_kv * group + (work.row0 + row) % group;
+    const long long number = row_at(p, work.batch, head, query);
+    RowTarget target;
+    target.out = static_cast<element*>(p.out.data) + work.batch * p.out.batch + head * p.out.head + query * p.out.row;
+    target.out_accum = p.kv_splits == 1 ? nullptr : p.out_accum + (work.split * count_rows(p) + number) * kOutColumns;
+    target.lse = (p.kv_splits == 1 ? p.lse : lse_accum(p) + work.split * count_rows(p)) + number;
+    return target;
+}
+
+// Thread: columns of a row from `column` on, two (even) or four.
+__device__ __forceinline__ void store_columns(const RowTarget& target, int column, float x, float y) {
+    if (target.out_accum == nullptr) {
+        store_pair(target.out, column, x, y);
+    } else {
+        *reinterpret_cast<float2*>(target.out_accum + column) = make_float2(x, y);
+    }
+}
+__device__ __forceinline__ void store_columns(const RowTarget& target, int column, float4 x) {
+    if (target.out_accum == nullptr) {
+        store_pair(target.out, column, x.x, x.y);
+        store_pair(target.out, column + 2, x.z, x.w);
+    } else {
+        *reinterpret_cast<float4*>(target.out_accum + column) = x;
+    }
+}
 
 // Rows of a work tile that are not past the end.
 __device__ __forceinline__ int count_tile_rows(const Params& p, const Work& work) {
@@ -707,7 +718,7 @@ __device__ __forceinline__ void combine_cluster(const Params& p, const Work& wor
         for (int i = 0; i < most; ++i) {
             weights[thread][i] = lses[i] * inverse;
         }
-        *RowTarget(p, work, row).lse = lse_of(all);
+        *row_target(p, work, row).lse = lse_of(all);
     }
     named_sync(kAll, threads);  // the weights are there
 #pragma unroll 2
@@ -729,9 +740,7 @@ __device__ __forceinline__ void combine_cluster(const Params& p, const Work& wor
             sum.z += weight * outs[j].z;
             sum.w += weight * outs[j].w;
         }
-        const RowTarget target(p, work, row);
-        target.store(col, sum.x, sum.y);
-        target.store(col + 2, sum.z, sum.w);
+        store_columns(row_target(p, work, row), col, sum);
     }
 }
 
@@ -929,11 +938,13 @@ struct Consumer {
         accumulator_fence(o);
     }
 
-    // out = O / row_sum and lse of the thread's two rows: to shared memory, or in a cluster of one block to memory.
-    __device__ __forceinline__ void store(const Work& work, unsigned char* shared) {
-        const int lane = threadIdx.x % 32;
-        const int row0 = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-        const int rows = count_tile_rows(p, work);
+    // The thread's first row in the tile; its other one is 8 rows further down.
+    __device__ __forceinline__ int first_row() const {
+        return warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    }
+
+    // O /= row_sum, whose parts in four threads are added.
+    __device__ __forceinline__ void normalize() {
         float inverse[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -942,31 +953,44 @@ struct Consumer {
             stats.row_sum[half] = sum;
         }
         rescale_out(o, make_float2(inverse[0], inverse[1]));
-        if (p.cluster_size > 1) {
-            named_sync(kAll, kConsumers * 128);  // all warpgroups have read Q, K and V
-        }
+    }
+
+    // O and lse to shared memory, for the cluster.
+    __device__ __forceinline__ void share(unsigned char* shared) const {
+        const int lane = threadIdx.x % 32;
+        named_sync(kAll, kConsumers * 128);  // all warpgroups have read Q, K and V
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = row0 + half * 8;
-            const float lse = lse_of(p, stats.row_max[half], stats.row_sum[half]);
-            if (p.cluster_size > 1) {
-                if (lane % 4 == 0) {
-                    *reinterpret_cast<float*>(shared + kOffsetLse + row * 4) = lse;
-                }
-                float* out = reinterpret_cast<float*>(shared + row * kResultBytes) + lane % 4 * 2;
+            const int row = first_row() + half * 8;
+            if (lane % 4 == 0) {
+                *reinterpret_cast<float*>(shared + kOffsetLse + row * 4) =
+                    lse_of(p, stats.row_max[half], stats.row_sum[half]);
+            }
+            float* out = reinterpret_cast<float*>(shared + row * kResultBytes) + lane % 4 * 2;
 #pragma unroll
-                for (int i = 0; i < kHeadDim / 2; i += 4) {
-                    *reinterpret_cast<float2*>(out + i * 2) = make_float2(o[i + half * 2], o[i + half * 2 + 1]);
-                }
-            } else if (row < rows) {
-                const RowTarget target(p, work, row);
-                if (lane % 4 == 0) {
-                    *target.lse = lse;
-                }
+            for (int i = 0; i < kHeadDim / 2; i += 4) {
+                *reinterpret_cast<float2*>(out + i * 2) = make_float2(o[i + half * 2], o[i + half * 2 + 1]);
+            }
+        }
+    }
+
+    // O and lse to memory, without a cluster.
+    __device__ __forceinline__ void store(const Work& work) const {
+        const int lane = threadIdx.x % 32;
+        const int rows = count_tile_rows(p, work);
 #pragma unroll
-                for (int i = 0; i < kHeadDim / 2; i += 4) {
-                    target.store(i * 2 + lane % 4 * 2, o[i + half * 2], o[i + half * 2 + 1]);
-                }
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row() + half * 8;
+            if (row >= rows) {
+                continue;
+            }
+            const RowTarget target = row_target(p, work, row);
+            if (lane % 4 == 0) {
+                *target.lse = lse_of(p, stats.row_max[half], stats.row_sum[half]);
+            }
+#pragma unroll
+            for (int i = 0; i < kHeadDim / 2; i += 4) {
+                store_columns(target, i * 2 + lane % 4 * 2, o[i + half * 2], o[i + half * 2 + 1]);
             }
         }
     }
@@ -1008,16 +1032,19 @@ attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s3_p0_r0_k0_q0_t1(
         wait_for_packed_q(warpgroup - 1);
         Consumer consumer(p, smem, warpgroup - 1);
         consumer.attend(work);
-        consumer.store(work, shared);
-        if (p.cluster_size > 1) {
+        consumer.normalize();
+        if (p.cluster_size == 1) {
+            consumer.store(work);
+        } else {
+            consumer.share(shared);
             cluster_sync();  // the results of all ranges are there
-        }
-        if (p.cluster_size > 4) {
-            combine_cluster<8>(p, work, shared);
-        } else if (p.cluster_size > 2) {
-            combine_cluster<4>(p, work, shared);
-        } else if (p.cluster_size > 1) {
-            combine_cluster<2>(p, work, shared);
+            if (p.cluster_size > 4) {
+                combine_cluster<8>(p, work, shared);
+            } else if (p.cluster_size > 2) {
+                combine_cluster<4>(p, work, shared);
+            } else {
+                combine_cluster<2>(p, work, shared);
+            }
         }
     }
     if (p.cluster_size > 1) {

@@ -121,10 +121,9 @@ def _splitting(call: Call, target: Target, split_rows: int) -> Spec | None:
     """
     shortest = 1 << (call.size.bit_length() - 1)
     octave = call.group * shortest, call.group * (2 * shortest - 1)
-    rows = ((split_rows, split_rows) if arch is Arch.SM90A else octave for arch in target.archs)
     specs = (
-        splitting(replace(call.problem, arch=arch), *some)
-        for arch, some in zip(target.archs, rows, strict=True)
+        splitting(replace(call.problem, arch=arch), *((split_rows,) if arch is Arch.SM90A else octave))
+        for arch in target.archs
     )
     return next(chain.from_iterable(specs), None)
 

@@ -40,8 +40,8 @@ struct SplitCosts {
 };
 
 // Of a kernel whose blocks form clusters, with tiles of `tile_m` rows, for so many key tiles of all heads. `bandwidth`:
-// of the memory, over an H100's. The constants fit 144 cases on an H200, with tiles of 64 rows by 64 keys and of 128 by
-// 128 (docs/experiments.md, 138).
+// of the memory, over an H100's. The constants were fitted to 144 cases on an H200, with tiles of 64 rows by 64 keys
+// and of 128 by 128 (docs/experiments.md, 138).
 inline SplitCosts split_costs(int64_t tile_m, int64_t key_tiles, double bandwidth) {
     constexpr double kVisitsOfLoads = 1.0 / 66;  // of K and V of a key tile, where an H100's memory is the bound
     constexpr double kCombining = 128;           // visits of a row
@@ -73,8 +73,8 @@ inline Splits choose_splits(const ClusterCounts& held, int64_t work_tiles, int64
 
 // Is a kernel that splits the keys faster than one whose blocks have the rows of one q head? Times are predicted in
 // steps: what a multiprocessor takes for 128 rows by 128 keys. The constants fit 156 cases on an H100, where the choice
-// took 1.01 times as long as the faster one (docs/experiments.md, 91), and 138 on an H200, where it took 1.001 times as
-// long (138).
+// took 1.01 times as long as the faster one (docs/experiments.md, 91). kApart was fitted to 123 cases on an H200, where
+// it took 1.001 times as long (138).
 inline bool splitting_is_faster(const SplitSizes& s) {
     if (!may_split(s.queries, s.keys)) {
         return false;
@@ -106,8 +106,8 @@ inline bool splitting_is_faster(const SplitSizes& s) {
 }
 
 // Rows of the tiles with which a kernel that splits the keys is faster, 64 or 128: small tiles share out few rows and
-// keys among more blocks. Of 65 cases on an H200 the choice takes 1.001 times as long as the faster kernel, 1.04 at
-// most (docs/experiments.md, 138).
+// keys among more blocks. The constants were fitted to 65 cases on an H200, where the choice takes 1.001 times as long
+// as the faster kernel, 1.04 at most (docs/experiments.md, 138).
 inline int64_t split_rows(const SplitSizes& s) {
     constexpr double kSmallVisit = 0.5;   // of one of 128 rows by 128 keys
     constexpr double kSmallBeside = 1.5;  // visits of 128 rows that small tiles cost beside
