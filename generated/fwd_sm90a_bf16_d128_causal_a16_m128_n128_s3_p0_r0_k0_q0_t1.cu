@@ -85,10 +85,11 @@ constexpr int kTileM = 128;  // packed rows of a block
 constexpr int kTileN = 128;  // keys of a visit
 constexpr int kConsumers = 2;  // warpgroups, 64 packed rows each
 constexpr int kThreads = (kConsumers + 1) * 128;
-// Named barriers: of all threads, of consumers, of each warpgroup.
+// Named barriers: of all threads, of consumers, of each warpgroup, and to order warpgroups.
 constexpr int kReady = 1;
 constexpr int kAll = 2;
 constexpr int kWarpgroup = 3;
+constexpr int kOrder = kWarpgroup + kConsumers;
 constexpr int kCombineWarps = 256 / 32;
 // Row maxima are exact in the first kExact visits, in masked ones, and while a row has none: there P is 1 at most.
 // Elsewhere they are updated only when the average of P over a thread's columns passes 1.25 (docs/experiments.md, 24).
@@ -873,6 +874,14 @@ struct Consumer {
         }
     }
 
+    // Warpgroup ordering barrier: one warpgroup issues its products while the other one is at its softmax. Without it
+    // both wait for the same key tile, so that they would multiply, and then be at their softmax, at the same time.
+    __device__ __forceinline__ void order_sync() const { named_sync(kOrder + warpgroup, 256); }
+
+    __device__ __forceinline__ void order_arrive() const {
+        named_arrive(kOrder + (warpgroup + 1) % kConsumers, 256);
+    }
+
     // Start S = Q K^T.
     __device__ __forceinline__ void issue_qk() {
         barrier_wait(smem + kFullK + kv_pipe.stage * 8, kv_pipe.phase);
@@ -913,7 +922,12 @@ struct Consumer {
         }
         float2 rescale;
         entry = visit(p, work.tile, work.first_visit);
+        if (warpgroup == kConsumers - 1) {
+            order_arrive();  // the first warpgroup begins
+        }
+        order_sync();
         issue_qk();
+        order_arrive();
         wgmma_wait_all();
         apply_mask_and_release_k();
         softmax_step(s, p_frags, stats, true, p.scale_log2, rescale);
@@ -921,8 +935,10 @@ struct Consumer {
             entry = visit(p, work.tile, work.first_visit + i);
             const PipelineState<kStages> v_pipe = kv_pipe;
             kv_pipe.advance();
+            order_sync();
             issue_qk();
             issue_pv(v_pipe, i > 1);
+            order_arrive();
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             apply_mask_and_release_k();
             wgmma_wait_all();
@@ -1022,9 +1038,6 @@ attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s3_p0_r0_k0_q0_t1(
         if (threadIdx.x == 0) {
             load_tiles(p, maps, smem, work);
         }
-        if (p.cluster_size > 1) {
-            cluster_sync();
-        }
     } else {
         load_packed_q(p, work, smem, warpgroup - 1);
         named_sync(kReady, kThreads);  // the producer, which does not wait for consumers, has initialized the barriers
@@ -1035,19 +1048,17 @@ attnforge_fwd_sm90a_bf16_d128_causal_a16_m128_n128_s3_p0_r0_k0_q0_t1(
         consumer.normalize();
         if (p.cluster_size == 1) {
             consumer.store(work);
-        } else {
-            consumer.share(shared);
-            cluster_sync();  // the results of all ranges are there
-            if (p.cluster_size > 4) {
-                combine_cluster<8>(p, work, shared);
-            } else if (p.cluster_size > 2) {
-                combine_cluster<4>(p, work, shared);
-            } else {
-                combine_cluster<2>(p, work, shared);
-            }
+            return;
         }
-    }
-    if (p.cluster_size > 1) {
+        consumer.share(shared);
+        cluster_sync();  // the results of all ranges are there; producers have exited or will
+        if (p.cluster_size > 4) {
+            combine_cluster<8>(p, work, shared);
+        } else if (p.cluster_size > 2) {
+            combine_cluster<4>(p, work, shared);
+        } else {
+            combine_cluster<2>(p, work, shared);
+        }
         cluster_sync();  // until now other blocks may have read results here
     }
 }

@@ -40,11 +40,11 @@ struct SplitCosts {
 };
 
 // Of a kernel whose blocks form clusters, with tiles of `tile_m` rows, for so many key tiles of all heads. `bandwidth`:
-// of the memory, over an H100's. The constants were fitted to 144 cases on an H200, with tiles of 64 rows by 64 keys
-// and of 128 by 128 (docs/experiments.md, 138).
+// of the memory, over an H100's. The constants were fitted to 183 cases on an H200, with tiles of 64 rows by 64 keys
+// and of 128 by 128 (docs/experiments.md, 139).
 inline SplitCosts split_costs(int64_t tile_m, int64_t key_tiles, double bandwidth) {
-    constexpr double kVisitsOfLoads = 1.0 / 66;  // of K and V of a key tile, where an H100's memory is the bound
-    constexpr double kCombining = 128;           // visits of a row
+    constexpr double kVisitsOfLoads = 1.0 / 69;  // of K and V of a key tile, where an H100's memory is the bound
+    constexpr double kCombining = 192;           // visits of a row
     return {static_cast<double>(key_tiles) * kVisitsOfLoads / bandwidth, kCombining / static_cast<double>(tile_m)};
 }
 

@@ -144,7 +144,7 @@ def test_emulated_on_hopper(
 # Statements that the kernel needs; without any of them it hangs, or its results are wrong.
 BREAKS = {
     "Q read before it is there": "cp_async_wait();",
-    "Q read before other warps have copied it": "named_sync(kWarpgroup + warpgroup, 128);",
+    "the first warpgroup does not begin": "order_arrive();  // the first warpgroup begins",
     "barriers used before they are there": "named_sync(kReady, kThreads);",
     "K read before it is there": "barrier_wait(smem + kFullK + kv_pipe.stage * 8, kv_pipe.phase);",
     "V read before it is there": "barrier_wait(smem + kFullV + v_pipe.stage * 8, v_pipe.phase);",
@@ -160,17 +160,20 @@ BREAKS = {
     "weights read before they are there": "named_sync(kAll, threads);  // the weights are there",
     "a block leaves while results are read": "cluster_sync();  // until now",
 }
+# The same of tiles of one warpgroup; two have their ordering barrier here, too.
+BREAKS_OF_ONE = {"Q read before other warps have copied it": "named_sync(kWarpgroup + warpgroup, 128);"}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
-def test_breaks_are_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tile_m", "breaks"), [(128, BREAKS), (64, BREAKS_OF_ONE)], ids=["two", "one"])
+def test_breaks_are_noticed(tile_m: int, breaks: dict[str, str], tmp_path: Path) -> None:
     problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, 128, Mask.FULL)
-    spec = Spec(problem, replace(SPLITS, tile_n=64))
-    kernel = EmulatedClusterForward(spec, tmp_path, BREAKS)
+    spec = Spec(problem, replace(SPLITS, tile_m=tile_m, tile_n=64))
+    kernel = EmulatedClusterForward(spec, tmp_path, breaks)
     kernel.splits = 1, 3
     shape = Shape(60, 700, 0, 1, 2)
     assert all(kernel.failure(shape, seed) == "" for seed in range(3))
-    for number, name in enumerate(BREAKS, 1):
+    for number, name in enumerate(breaks, 1):
         assert any(kernel.failure(shape, seed, number) for seed in range(30)), name
 
 
