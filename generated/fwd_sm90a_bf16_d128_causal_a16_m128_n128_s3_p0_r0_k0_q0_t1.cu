@@ -847,7 +847,8 @@ __device__ __forceinline__ float lse_of(const Params& p, float row_max, float ro
 }
 
 // One consumer warpgroup, which owns 64 packed rows. wgmma is asynchronous: S of visit i is in flight together with P V
-// of visit i - 1. For the rules of loops and branches around wgmma see sm90a/forward.cu.jinja, above Consumer.
+// of visit i - 1, which also runs beside the softmax of visit i. For the rules of loops and branches around wgmma see
+// sm90a/forward.cu.jinja, above Consumer.
 struct Consumer {
     const Params& p;
     unsigned smem;          // start of shared memory
@@ -860,7 +861,8 @@ struct Consumer {
 
     float s[kTileN / 2];
     float o[kHeadDim / 2];
-    unsigned p_frags[kTileN / 16][4];
+    unsigned p_frags[kTileN / 16][4];  // P of the visit whose P V is next, or in flight
+    unsigned next_p[kTileN / 16][4];   // P of the visit after it
     RowStats stats;
 
     __device__ __forceinline__ Consumer(const Params& p, unsigned smem, int warpgroup)
@@ -896,6 +898,26 @@ struct Consumer {
         wgmma_fence();
         multiply_pv(o, p_frags, smem + kOffsetV + v_pipe.stage * kTileBytesN, accumulate);
         wgmma_commit();
+    }
+
+    // Wait for P V, and release V.
+    __device__ __forceinline__ void finish_pv(const PipelineState<kStages>& v_pipe) {
+        wgmma_wait_all();  // P V is done
+        accumulator_fence(o);
+        release(smem + kEmptyV + v_pipe.stage * 8);
+    }
+
+    // p_frags = next_p, once P V is done. An `or` with 0, which ptxas does not know to be 0: else it would keep both in
+    // the same registers and, as P would be written while P V is in flight, wait for each wgmma (its warning C7513).
+    __device__ __forceinline__ void take_next_p() {
+        const unsigned zero = p.batch >> 31;
+#pragma unroll
+        for (int i = 0; i < kTileN / 16; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                p_frags[i][j] = next_p[i][j] | zero;
+            }
+        }
     }
 
     // Mask S, which is complete, and release K.
@@ -941,11 +963,11 @@ struct Consumer {
             order_arrive();
             wgmma_wait_all_but_one();  // S is complete, P V may still run
             apply_mask_and_release_k();
-            wgmma_wait_all();
-            accumulator_fence(o);
-            release(smem + kEmptyV + v_pipe.stage * 8);
             const bool exact = entry & 1 || i < kExact || !stats.ordinary;
-            if (softmax_step(s, p_frags, stats, exact, p.scale_log2, rescale)) {
+            const bool moved = softmax_step(s, next_p, stats, exact, p.scale_log2, rescale);
+            finish_pv(v_pipe);
+            take_next_p();
+            if (moved) {
                 rescale_out(o, rescale);
             }
         }

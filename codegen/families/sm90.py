@@ -344,6 +344,9 @@ def _split(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     producer_registers, consumer_registers = REGISTERS_BUSY[consumers]
     live = _live(p, t)
     require_registers(live, consumer_registers, "S, P and O")
+    # Where there is room for P of two visits, P V runs beside the softmax of the next one.
+    two_p = live + t.tile_n // 4 + REGISTERS_BESIDES <= consumer_registers
+    live += t.tile_n // 4 if two_p else 0
     row, row_v = (panels.row * 2 for panels in _panels(p))
     require_tiles(64 * row, t.tile_n * row, t.tile_n * row_v)
     bounds = t.tile_n * 8 * p.intervals if p.mask is Mask.SPANS else 0
@@ -367,6 +370,7 @@ def _split(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
         constants=_panel_constants(p)
         | {
             "consumers": consumers,
+            "two_p": two_p,
             "type": wgmma_type(p.dtype),
             "shared_bytes": shared,
             "combine_threads": COMBINE_THREADS,

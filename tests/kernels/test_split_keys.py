@@ -119,6 +119,7 @@ ON_HOPPER = [
     (64, 0, Mask.SPANS, {}, Shape(70, 300, 0, 1, 5), (1, 5)),
     (64, 0, Mask.SPANS, {"exact_visits": 0}, Shape(33, 270, 0, 1, 4), (1, 1)),
     (192, 0, Mask.FULL, {"tile_m": 64, "tile_n": 64}, Shape(9, 200, 0, 1, 8), (2, 7)),
+    (256, 0, Mask.FULL, {"tile_n": 80}, Shape(70, 300, 0, 1, 2), (1, 2)),  # without room for P of two visits
 ]
 
 
@@ -153,6 +154,7 @@ BREAKS = {
     "K not released": "release(smem + kEmptyK + kv_pipe.stage * 8);",
     "V not released": "release(smem + kEmptyV + v_pipe.stage * 8);",
     "S read before it is complete": "wgmma_wait_all_but_one();",
+    "V released before P V is done": "wgmma_wait_all();  // P V is done",
     "results written over what is read": (
         "named_sync(kAll, kConsumers * 128);  // all warpgroups have read Q, K and V"
     ),
