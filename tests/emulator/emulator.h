@@ -32,6 +32,9 @@ struct float2 {
 struct float4 {
     float x, y, z, w;
 };
+struct int4 {
+    int x, y, z, w;
+};
 struct uint2 {
     unsigned x, y;
 };
@@ -39,6 +42,7 @@ struct uint4 {
     unsigned x, y, z, w;
 };
 static inline int2 make_int2(int x, int y) { return {x, y}; }
+static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }

@@ -30,7 +30,7 @@ namespace {  // for kernels may have types of the same names
 struct Product {  // one wgmma of a thread
     float* d;
     int n, add, fragment, by_rows_a, by_rows_b;
-    unsigned a[4];
+    const unsigned* a;  // registers, which must not change until the product is done
     unsigned long long left, right;
 };
 struct Fiber {
@@ -39,7 +39,8 @@ struct Fiber {
     int block = 0;
     bool done = false;
     std::vector<Product> open;
-    std::deque<std::vector<Product>> groups;
+    std::deque<std::vector<Product>> groups;  // that are not done
+    long committed = 0;                       // groups in all
     std::vector<std::function<void()>> started, writes;  // of its additions and stores by TMA
     std::deque<std::vector<std::function<void()>>> reads;  // of them, groups that are committed
     long fenced = 0;      // stores to shared memory before its last proxy_fence
@@ -304,12 +305,28 @@ static void store_matrices(unsigned address, const unsigned (&r)[4]) {
         }
     });
 }
+void ldmatrix(unsigned (&r)[4], unsigned address) {
+    struct Lane {
+        unsigned address, *r;
+    } operand = {address, r};
+    together(&operand, [](Lane** lanes) {
+        for (int m = 0; m < 4; ++m) {
+            for (int lane = 0; lane < 32; ++lane) {
+                const unsigned line = lanes[m * 8 + lane / 4]->address;
+                std::memcpy(&lanes[lane]->r[m], shared_at(line, 16) + lane % 4 * 4, 4);
+            }
+        }
+    });
+}
 void load_bounds(unsigned address, int* start, int* end) {
     const auto* words = reinterpret_cast<const int*>(shared_at(address, 16));
     start[0] = words[0], end[0] = words[1], start[1] = words[2], end[1] = words[3];
 }
 void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     store_matrices<4, false>(address, {r0, r1, r2, r3});
+}
+void stmatrix_half(unsigned address, unsigned r0, unsigned r1) {
+    store_matrices<2, false>(address, {r0, r1, 0, 0});
 }
 void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3) {
     store_matrices<4, true>(address, {r0, r1, r2, r3});
@@ -434,23 +451,25 @@ static void require_fence(unsigned address) {  // of this thread, since 16 bytes
         stop("TMA reads what has not been fenced at", address);
     }
 }
-static unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
+// Where 16 bytes at this address are, in rows of 128, 64 or 32 bytes.
+static unsigned swizzled(unsigned address, unsigned row) { return address ^ (address >> 7 & (row / 16 - 1)) << 4; }
 void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
               int batch) {
     unsigned char* memory = memory_of(current->block);
     const int bytes = map.words[5] * map.words[6] * map.words[7] * 2;
+    const unsigned width = map.words[5] * 2;
     shared_at(dst + bytes - 16, 16);
     std::memset(memory + dst, 0xff, bytes);
     blocks[current->block].copies.insert({barrier, {[=, &map] {
         each_chunk(map, column, row, panel, head, batch, [=](unsigned place, const unsigned short* from) {
-            unsigned char* to = memory + swizzled(dst + place);
+            unsigned char* to = memory + swizzled(dst + place, width);
             from ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
         });
     }, bytes}});
 }
 void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch) {
-    each_chunk(map, column, row, panel, head, batch, [=](unsigned place, unsigned short* to) {
-        const unsigned from = swizzled(src + place);
+    each_chunk(map, column, row, panel, head, batch, [=, &map](unsigned place, unsigned short* to) {
+        const unsigned from = swizzled(src + place, map.words[5] * 2);
         require_fence(from);
         if (to) {
             current->started.push_back([=] { std::memcpy(to, shared_at(from, 16), 16); });
@@ -505,11 +524,13 @@ void send_quad(unsigned address, unsigned barrier, float x, float y, float z, fl
 static const unsigned short* eight_at(unsigned long long descriptor, int line, int byte) {
     const unsigned start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
     const unsigned stride = (descriptor >> 32 & 0x3fff) << 4;
-    const unsigned inside = start % 128;  // a range may start inside of a row
-    if (descriptor >> 62 != 1 || (inside + byte % 128 >= 128 && leading == 0)) {
+    const unsigned row = 256 >> (descriptor >> 62);  // bytes, as the swizzle has them
+    const unsigned inside = start % row;             // a range may start inside of a row
+    if (descriptor >> 62 == 0 || (inside + byte % row >= row && leading == 0)) {
         stop("operand crosses a panel", byte);
     }
-    const unsigned address = swizzled(start + line / 8 * stride + line % 8 * 128 + byte / 128 * leading + byte % 128);
+    const unsigned place = start + line / 8 * stride + line % 8 * row + byte / row * leading + byte % row;
+    const unsigned address = swizzled(place, row);
     return reinterpret_cast<const unsigned short*>(shared_at(address, 16));
 }
 // Elements [first, first + count) x 16 of an operand: to[k * count + i].
@@ -554,31 +575,53 @@ static void compute(Fiber* const* lanes, size_t number) {
     }
 }
 void issue(float* d, int n, unsigned long long a, unsigned long long b, int add, int rows_a, int rows_b) {
-    current->open.push_back({d, n, add, 0, rows_a, rows_b, {}, a, b});
+    current->open.push_back({d, n, add, 0, rows_a, rows_b, nullptr, a, b});
 }
-void issue(float* d, int n, const unsigned (&a)[4], unsigned long long b, int add) {
+void issue(float* d, int n, const unsigned (&a)[4], unsigned long long b, int add, int rows_b) {
     __syncwarp();  // where warps give way to each other, mistakes of their order show
-    current->open.push_back({d, n, add, 1, 0, 1, {a[0], a[1], a[2], a[3]}, 0, b});
+    current->open.push_back({d, n, add, 1, 0, rows_b, a, 0, b});
 }
 void wgmma_commit() {
     current->groups.push_back(std::move(current->open));
     current->open.clear();
+    ++current->committed;
 }
+// The products of a warp's groups up to number `last`.
+static void compute_groups(Fiber* warp, long last) {
+    Fiber* lanes[32];
+    for (int i = 0; i < 32; ++i) {
+        lanes[i] = warp + i;
+    }
+    for (; lanes[0]->committed - static_cast<long>(lanes[0]->groups.size()) < last;) {
+        const size_t products = lanes[0]->groups.front().size();
+        for (Fiber* lane : lanes) {
+            if (lane->groups.empty() || lane->groups.front().size() != products) {
+                stop("other products than in lane 0: lane", lane - warp);
+            }
+        }
+        for (size_t number = 0; number < products; ++number) {
+            compute(lanes, number);
+        }
+        for (Fiber* lane : lanes) {
+            lane->groups.pop_front();
+        }
+    }
+}
+// A wgmma is one operation of its warpgroup, done for all four warps when one has waited for it. Kernels whose warps each
+// release what they have read do not need that, so there a warp's part is done alone: more mistakes show.
 void finish_products(int pending) {
-    together(current, [=](Fiber** lanes) {  // reads operands as late as its last lane comes
-        while (lanes[0]->groups.size() > static_cast<size_t>(pending)) {
-            const size_t products = lanes[0]->groups.front().size();
-            for (int i = 0; i < 32; ++i) {
-                if (lanes[i]->groups.empty() || lanes[i]->groups.front().size() != products) {
-                    stop("other products than in lane 0: lane", i);
-                }
-            }
-            for (size_t number = 0; number < products; ++number) {
-                compute(lanes, number);
-            }
-            for (int i = 0; i < 32; ++i) {
-                lanes[i]->groups.pop_front();
-            }
+    together(current, [=](Fiber** lanes) {  // as late as the last lane comes
+        const long last = lanes[0]->committed - pending;
+        if (!by_warpgroup) {
+            compute_groups(lanes[0], last);
+            return;
+        }
+        Fiber* const group = fibers.data() + (lanes[0] - fibers.data()) / 128 * 128;
+        while (std::any_of(group, group + 128, [=](const Fiber& fiber) { return fiber.committed < last; })) {
+            give_way();
+        }
+        for (int warp = 0; warp < 4; ++warp) {
+            compute_groups(group + warp * 32, last);
         }
     });
 }

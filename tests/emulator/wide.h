@@ -12,6 +12,7 @@
 struct TensorMap;  // of the kernel's text
 
 extern int broken;  // number of the mistake that is switched on
+extern const bool by_warpgroup;  // does one thread release what the four warps of a warpgroup have read?
 
 // Run `count` clusters of `size` blocks in the order of the grid, `together` at a time. False once something has gone
 // wrong.
@@ -37,6 +38,11 @@ static inline float load_float(unsigned address) { return read_shared<float>(add
 static inline float2 load_pair(unsigned address) { return read_shared<float2>(address); }
 static inline float4 load_quad(unsigned address) { return read_shared<float4>(address); }
 static inline int2 load_span(unsigned address) { return read_shared<int2>(address); }
+static inline int4 shared_load(unsigned address) { return read_shared<int4>(address); }
+static inline void shared_store(unsigned address, int4 x) { std::memcpy(shared_at(address, 16), &x, 16); }
+template <typename T>
+static void pin(T&) {}
+void ldmatrix(unsigned (&r)[4], unsigned address);
 void note_store(unsigned address);  // of 16 bytes, which TMA may read after a proxy_fence only
 static inline void store_quad(unsigned address, float x, float y, float z, float w) {
     const float4 quad = {x, y, z, w};
@@ -51,6 +57,7 @@ static inline void add_to(float* target, float x, float y, float z, float w) {
     target[0] += x, target[1] += y, target[2] += z, target[3] += w;
 }
 void stmatrix(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3);
+void stmatrix_half(unsigned address, unsigned r0, unsigned r1);
 void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1, unsigned r2, unsigned r3);
 void stmatrix_transposed(unsigned address, unsigned r0, unsigned r1);
 
@@ -62,9 +69,29 @@ void barrier_arrive(unsigned address);
 void barrier_expect(unsigned address, int bytes);
 void barrier_arrive_at(unsigned address, unsigned block_rank);
 void barrier_wait(unsigned address, unsigned parity);
+static inline void barrier_arrive_if(bool condition, unsigned address) {
+    if (condition) {
+        barrier_arrive(address);
+    }
+}
+static inline void barrier_wait_if(bool condition, unsigned address, unsigned parity) {
+    if (condition) {
+        barrier_wait(address, parity);
+    }
+}
 void cluster_sync();
 void named_sync(int id, int threads);
 void named_arrive(int id, int threads);
+static inline void named_sync_if(bool condition, int id, int threads) {
+    if (condition) {
+        named_sync(id, threads);
+    }
+}
+static inline void named_arrive_if(bool condition, int id, int threads) {
+    if (condition) {
+        named_arrive(id, threads);
+    }
+}
 static inline void prefetch_map(const void*) {}
 void proxy_fence();
 void griddepcontrol_wait();  // before semaphores
@@ -96,28 +123,9 @@ void send_quad(unsigned address, unsigned barrier, float x, float y, float z, fl
 
 // ---- Products: done when their group is waited for ------------------------------------------------------------------
 
+// `n`: of a thread's numbers. `rows_a`, `rows_b`: is summed over rows of the operand, not over columns?
 void issue(float* d, int n, unsigned long long a, unsigned long long b, int add, int rows_a, int rows_b);
-void issue(float* d, int n, const unsigned (&a)[4], unsigned long long b, int add);
-template <int n>
-static void wgmma_scores(float (&d)[n], unsigned long long a, unsigned long long b, int add) {
-    issue(d, n, a, b, add, 0, 0);
-}
-template <int n>
-static void wgmma_dq(float (&d)[n], unsigned long long a, unsigned long long b, int add) {
-    issue(d, n, a, b, add, 1, 1);
-}
-template <int n>
-static void wgmma_dkv(float (&d)[n], unsigned long long a, unsigned long long b, int add) {
-    issue(d, n, a, b, add, 1, 0);
-}
-template <int n>
-static void wgmma_sums(float (&d)[n], const unsigned (&a)[4], unsigned long long b, int add) {
-    issue(d, n, a, b, add);
-}
-template <int n>
-static void wgmma_out(float (&d)[n], const unsigned (&a)[4], unsigned long long b, int add) {
-    issue(d, n, a, b, add);
-}
+void issue(float* d, int n, const unsigned (&a)[4], unsigned long long b, int add, int rows_b);
 static inline void wgmma_fence() {}
 void wgmma_commit();
 void finish_products(int pending);  // all groups but the last `pending`

@@ -29,8 +29,12 @@ WORDS = 16  # of a tensor map, 64 bits each
 REPLACED = "accumulator_fence|load_float|load_int|load_pair|load_quad|load_span|pack|shared_address|unpack"
 KEPT = ("apply_mask", "start_dq", "start_scores")
 FUNCTION = r"^__device__ __forceinline__ [^\n;{]*?\b(\w+)\([^;{]*\) \{\n(?:.*\n)*?\}\n"
+WGMMA = re.compile(  # columns of the result, whether its operands are summed over rows, the first number of a thread
+    r'm64n(\d+)k16.*?, add, 1, 1, ([01](?:, [01])?);.*?"\+f"\(d\[(\d+)\]\)', re.DOTALL
+)
 LOAD_BOUNDS = r'asm volatile\("ld\.shared\.v4\.s32[^;]*;"[^;]*"r"\(([^;]*)\)\);'
 RUN = """
+extern const bool by_warpgroup = BY_WARPGROUP;
 struct Arguments { const Params* p; const TensorMaps* maps; };
 extern "C" const char* run_main(const Params* p, const TensorMaps* maps, int clusters, int blocks, int threads,
                                 int shared) {
@@ -51,10 +55,12 @@ extern "C" void run_combine(const Params* p, int blocks, int threads) {
 """
 
 
-def translate(source: Source, breaks: dict[str, str], together: int = 1) -> str:
+def translate(
+    source: Source, breaks: dict[str, str], together: int = 1, by_warpgroup: bool = False
+) -> str:
     """C++ that g++ compiles, with a function `run_main` that runs `together` clusters at a time.
 
-    `breaks`: statements that are skipped if `broken` is their number, from 1.
+    `breaks`: statements that are skipped if `broken` is their number, from 1. `by_warpgroup`: see wide.h.
     """
     text = full_params(source.text)
     for number, statement in enumerate(breaks.values(), 1):
@@ -62,11 +68,15 @@ def translate(source: Source, breaks: dict[str, str], together: int = 1) -> str:
         text = text.replace(statement, f"if (broken != {number}) {statement}")
 
     def keep(match: re.Match[str]) -> str:
+        if product := WGMMA.search(match[0]):
+            columns, rows, first = product.groups()
+            call = f"issue(d + {first}, {int(columns) // 2}, a, b, add, {rows});"
+            return f"{match[0].partition('{')[0]}{{ {call} }}\n"
         gone = "asm" in match[0] and match[1] not in KEPT
         return "" if gone or re.fullmatch(REPLACED, match[1]) else match[0]
 
     text = re.sub(FUNCTION, keep, text, flags=re.MULTILINE)
-    text = re.sub(r"^template <int \w+>\n(?=\n|//|template)", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^template <(?:int|class) \w+>\n(?=\n|//|template)", "", text, flags=re.MULTILINE)
     text = re.sub(r'asm volatile\("((setmaxnreg|griddepcontrol)[^;]*;)?"[^;]*;', "", text)
     text = re.sub(LOAD_BOUNDS, r"load_bounds(\1, start, end);", text)
     text = re.sub(r"extern __shared__[^;]*;", "unsigned char* shared = shared_memory;", text)
@@ -76,6 +86,7 @@ def translate(source: Source, breaks: dict[str, str], together: int = 1) -> str:
     assert "asm" not in text
     run = RUN + (COMBINE if source.plan.split_blocks else "")
     run = run.replace("TOGETHER", str(together)).replace("SYMBOL", source.spec.symbol)
+    run = run.replace("BY_WARPGROUP", str(by_warpgroup).lower())
     return '#include "wide.h"\n' + text + run
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_cluster_forward import EmulatedClusterForward
+from emulated_forward import EmulatedForward
 from emulator import Emulated
 from oracle import Shape, draw, make_mask, unions
 from strict_nvcc import check_resources
@@ -136,7 +136,7 @@ def test_emulated_on_hopper(
 ) -> None:
     """Clusters and splits: fewer key tiles than blocks, and rows that see none."""
     problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, head_dim, mask, 16, dim_v)
-    kernel = EmulatedClusterForward(Spec(problem, replace(SPLITS, **knobs)), tmp_path)  # type: ignore[arg-type]
+    kernel = EmulatedForward(Spec(problem, replace(SPLITS, **knobs)), tmp_path)  # type: ignore[arg-type]
     kernel.splits = splits
     for seed in range(2):
         assert kernel.failure(shape, seed, sharpness=(1, 8)[seed]) == ""
@@ -171,7 +171,7 @@ BREAKS_OF_ONE = {"Q read before other warps have copied it": "named_sync(kWarpgr
 def test_breaks_are_noticed(tile_m: int, breaks: dict[str, str], tmp_path: Path) -> None:
     problem = Problem(FORWARD, Arch.SM90A, BFLOAT16, 128, Mask.FULL)
     spec = Spec(problem, replace(SPLITS, tile_m=tile_m, tile_n=64))
-    kernel = EmulatedClusterForward(spec, tmp_path, breaks)
+    kernel = EmulatedForward(spec, tmp_path, breaks)
     kernel.splits = 1, 3
     shape = Shape(60, 700, 0, 1, 2)
     assert all(kernel.failure(shape, seed) == "" for seed in range(3))

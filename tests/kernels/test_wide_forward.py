@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_cluster_forward import EmulatedClusterForward
+from emulated_forward import EmulatedForward
 from oracle import Shape
 from strict_nvcc import check_resources
 
@@ -86,7 +86,7 @@ def spec(head_dim: int, mask: Mask, changed: dict[str, int] | None = None) -> Sp
     ],
 )
 def test_results_on_the_cpu(head_dim: int, mask: Mask, changed: dict[str, int], tmp_path: Path) -> None:
-    kernel = EmulatedClusterForward(spec(head_dim, mask, changed), tmp_path)
+    kernel = EmulatedForward(spec(head_dim, mask, changed), tmp_path)
     for seed, shape in enumerate(SHAPES):
         assert kernel.failure(shape, seed, sharpness=(1, 8)[seed % 2]) == ""
 
@@ -95,11 +95,11 @@ def test_results_on_the_cpu(head_dim: int, mask: Mask, changed: dict[str, int], 
 @pytest.mark.parametrize("tile_m", [64, 128])
 def test_work_tiles_without_visits(tile_m: int, tmp_path: Path) -> None:
     """Work tiles that visit no key tile, beside some that do."""
-    causal = EmulatedClusterForward(spec(384, Mask.CAUSAL, {"tile_m": tile_m}), tmp_path)
+    causal = EmulatedForward(spec(384, Mask.CAUSAL, {"tile_m": tile_m}), tmp_path)
     assert causal.failure(Shape(300, 70, 0, 1, 2), 0) == ""
     some = torch.zeros(90, dtype=torch.int32), torch.full((90,), 50, dtype=torch.int32)
     none = some[0], some[0]
-    spans = EmulatedClusterForward(spec(512, Mask.SPANS, {"tile_m": tile_m}), tmp_path)
+    spans = EmulatedForward(spec(512, Mask.SPANS, {"tile_m": tile_m}), tmp_path)
     for seed, (starts, ends) in enumerate((some, none)):
         assert spans.failure(Shape(270, 90, 0, 1, 1, 2), seed, mask=attnforge.Spans(starts, ends)) == ""
 
@@ -113,7 +113,7 @@ def test_work_tiles_without_visits(tile_m: int, tmp_path: Path) -> None:
 def test_breaks_are_noticed(
     mask: Mask, changed: dict[str, int], breaks: dict[str, str], tmp_path: Path
 ) -> None:
-    kernel = EmulatedClusterForward(spec(384, mask, changed), tmp_path, breaks)
+    kernel = EmulatedForward(spec(384, mask, changed), tmp_path, breaks)
     shapes = Shape(64, 400, 0, 1), Shape(64, 700, 0, 1)
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
     for number, name in enumerate(breaks, 1):

@@ -1,4 +1,4 @@
-"""Run Hopper forwards with clusters on the CPU, for wide heads and short queries: wide.cpp in place of their PTX."""
+"""Run Hopper's 16-bit forwards on the CPU: wide.cpp in place of their PTX."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from attnforge.runtime.masks import AnyMask
 
 LIMIT = 5e-3  # of the rms error of out, as a share of out itself: bfloat16 of P and of out
 LSE_LIMIT = 1e-5  # of the largest, or of 1
+BLOCKS = 3  # persistent ones, which run at the same time
 
 
-class EmulatedClusterForward:
+class EmulatedForward:
     """A variant, compiled for the CPU."""
 
     def __init__(self, spec: Spec, directory: Path, breaks: dict[str, str] | None = None) -> None:
         source = render(spec)
         self.plan = source.plan
-        self.library = compiled(translate(source, breaks or {}), directory)
+        self.persistent = self.plan.launches[0].persistent
+        main = self.plan.template == "sm90a/forward.cu.jinja"
+        text = translate(source, breaks or {}, BLOCKS if self.persistent else 1, by_warpgroup=main)
+        self.library = compiled(text, directory)
         self.schedule = EmulatedSchedule(spec, directory) if self.plan.schedule else None
         self.splits = 1, 1  # of the keys, and blocks of a cluster, of a kernel that splits them
 
@@ -39,7 +43,8 @@ class EmulatedClusterForward:
     ) -> tuple[str, Tensor, Tensor]:
         """What went wrong ("" if nothing), out and lse. `tensors`: q, k and v, bf16, B H S D."""
         lse = torch.full(tensors["q"].shape[:3], math.nan)
-        tensors = tensors | {"out": torch.full_like(tensors["q"], math.nan)}
+        out = tensors["q"].new_full((*tensors["q"].shape[:3], tensors["v"].shape[3]), math.nan)
+        tensors = tensors | {"out": out}
         p, tuning, launch = Params(), self.plan.spec.tuning, self.plan.launches[0]
         for name, x in tensors.items():
             setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
@@ -56,10 +61,13 @@ class EmulatedClusterForward:
         self.library.prepare(seed, change, ctypes.c_void_p(p.out_accum), ctypes.c_long(size))
         size = p.cluster_size if launch.clustered else launch.per_tile
         clusters = math.prod(getattr(p, name) for name in launch.grid if name != "cluster_size")
+        clusters = min(clusters, BLOCKS) if self.persistent else clusters
         sizes = clusters, size, launch.threads, launch.shared_bytes
         said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), *sizes).decode()
         if p.combine_blocks and not said:
             self.library.run_combine(ctypes.byref(p), p.combine_blocks, self.plan.launches[1].threads)
+        if not said and tables.get("tile_counter", torch.zeros(1)).any():
+            said = "the counter of the dynamic scheduler is not zero"
         del tables, maps
         return said, tensors["out"], lse
 
@@ -71,7 +79,8 @@ class EmulatedClusterForward:
         `mask`: in place of a random one. `sharpness`: of the softmax, whose row maxima then grow in later visits, too.
         """
         problem = self.plan.spec.problem
-        x = draw(replace(shape, head_dim=problem.head_dim), torch.bfloat16, "cpu", "slice", seed)
+        shape = replace(shape, head_dim=problem.head_dim, dim_v=problem.dim_v)
+        x = draw(shape, torch.bfloat16, "cpu", "slice", seed)
         q, k, v = x.q.detach(), x.k.detach(), x.v.detach()  # NaN follows each row
         q *= sharpness
         mask = mask or make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
@@ -113,9 +122,14 @@ class EmulatedClusterForward:
         p.list_stride = p.tiles_n
         if self.schedule is None:
             return {}
-        assert isinstance(mask, attnforge.Spans)
-        p.spans, p.starts, p.ends = (x.data_ptr() for x in (mask.data, mask.data[0], mask.data[-1]))
-        tables = self.schedule.run(mask.data[0], mask.data[-1], p.seq_q, p.seq_k)
+        if isinstance(mask, attnforge.DenseMask):
+            p.mask_bits, p.mask_words = mask.data.data_ptr(), mask.data.shape[3]
+            p.bits_row = -(-(p.padded_k if self.plan.bits == "k" else p.padded_q) // 32)
+            tables = self.schedule.run(mask.data, None, p.seq_q, p.seq_k)
+        else:
+            assert isinstance(mask, attnforge.Spans)
+            p.spans, p.starts, p.ends = (x.data_ptr() for x in (mask.data, mask.data[0], mask.data[-1]))
+            tables = self.schedule.run(mask.data[0], mask.data[-1], p.seq_q, p.seq_k)
         for name, table in tables.items():
             setattr(p, name, table.data_ptr())
         return tables
