@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from cpu_kernel import Params, TensorRef
+from cpu_kernel import Params, ScoreRef, TensorRef
 from emulated_schedule import EmulatedSchedule
 from oracle import Shape, draw, make_mask
-from score_oracle import oracle
+from score_oracle import Function, oracle
 from torch import Tensor
 from wide_kernel import compiled, tensor_maps, translate
 
@@ -36,6 +36,7 @@ class EmulatedForward:
         text = translate(source, breaks or {}, BLOCKS if self.persistent else 1, by_warpgroup=main)
         self.library = compiled(text, directory)
         self.schedule = EmulatedSchedule(spec, directory) if self.plan.schedule else None
+        self.score_tensors: tuple[Tensor, ...] = ()  # that the score reads
         self.splits = 1, 1  # of the keys, and blocks of a cluster, of a kernel that splits them
 
     def forward(
@@ -54,6 +55,8 @@ class EmulatedForward:
         p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
         p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
         p.lse = lse.data_ptr()
+        for i, x in enumerate(self.score_tensors):
+            setattr(p, f"score{i}", ScoreRef.of(x))
         tables = self._attach(p, mask) | self._split_keys(p)
         maps, first = tensor_maps(self.plan.tensor_maps, tensors)
         results = tables.get("out_accum")
@@ -72,11 +75,18 @@ class EmulatedForward:
         return said, tensors["out"], lse
 
     def failure(
-        self, shape: Shape, seed: int, change: int = 0, mask: AnyMask = None, sharpness: float = 1
+        self,
+        shape: Shape,
+        seed: int,
+        change: int = 0,
+        mask: AnyMask = None,
+        sharpness: float = 1,
+        formula: Function = lambda score, *at: score,
     ) -> str:
         """What is wrong with the results of a call, or why there are none.
 
         `mask`: in place of a random one. `sharpness`: of the softmax, whose row maxima then grow in later visits, too.
+        `formula`: that of the score, in torch.
         """
         problem = self.plan.spec.problem
         shape = replace(shape, head_dim=problem.head_dim, dim_v=problem.dim_v)
@@ -87,7 +97,7 @@ class EmulatedForward:
         said, out, lse = self.forward({"q": q, "k": k, "v": v}, mask, seed, change)
         if said:
             return said
-        exact, exact_lse, *_ = oracle(q, k, v, mask, lambda score, *at: score, x.dout)
+        exact, exact_lse, *_ = oracle(q, k, v, mask, formula, x.dout)
         seen = exact_lse > -math.inf
         if out.isnan().any() or lse.isnan().any():
             return "NaN"

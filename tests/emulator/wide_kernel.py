@@ -55,9 +55,7 @@ extern "C" void run_combine(const Params* p, int blocks, int threads) {
 """
 
 
-def translate(
-    source: Source, breaks: dict[str, str], together: int = 1, by_warpgroup: bool = False
-) -> str:
+def translate(source: Source, breaks: dict[str, str], together: int = 1, by_warpgroup: bool = False) -> str:
     """C++ that g++ compiles, with a function `run_main` that runs `together` clusters at a time.
 
     `breaks`: statements that are skipped if `broken` is their number, from 1. `by_warpgroup`: see wide.h.

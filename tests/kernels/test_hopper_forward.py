@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from emulated_forward import EmulatedForward
 from oracle import Shape
+from score_oracle import functions
 
 from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 from attnforge.runtime.search.winners import tuned_specs
 
@@ -38,10 +41,43 @@ def test_results(spec: Spec, tmp_path: Path) -> None:
         assert kernel.failure(shape, seed, sharpness=(1, 8)[seed]) == ""
 
 
+@fibers
+@pytest.mark.parametrize(
+    "mask", [Mask.FULL, Mask.CAUSAL, Mask.SPANS, Mask.DENSE], ids=lambda mask: mask.value
+)
+@pytest.mark.parametrize(
+    ("head_dim", "name"),
+    [
+        (128, "softcap"),
+        (64, "softcap"),
+        (128, "alibi"),
+        (128, "aligned"),
+        (64, "relative"),
+        (96, "bias"),
+        (128, "mixed"),
+    ],
+)
+def test_scores(head_dim: int, name: str, mask: Mask, tmp_path: Path) -> None:
+    kernel = None
+    for seed, shape in enumerate(SHAPES):
+        heads = shape.heads_kv * shape.group
+        score, formula = functions(shape.batch, heads, shape.seq_q, shape.seq_k)[name]
+        problem = Problem(
+            Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, score=ScoreMod(score.text)
+        )
+        kernel = kernel or EmulatedForward(next(candidates(problem)), tmp_path)
+        kernel.score_tensors = score.tensors
+        assert kernel.failure(shape, seed, sharpness=(1, 4)[seed], formula=formula) == ""
+
+
 def test_variants() -> None:
     """The kinds of kernels that BAGEL runs are among them."""
     kinds = {(s.problem.head_dim, s.problem.mask, s.tuning.ping_pong, s.tuning.dynamic) for s in variants()}
-    assert {(128, Mask.SPANS, True, True), (64, Mask.SPANS, True, True), (72, Mask.FULL, True, False)} <= kinds
+    assert {
+        (128, Mask.SPANS, True, True),
+        (64, Mask.SPANS, True, True),
+        (72, Mask.FULL, True, False),
+    } <= kinds
 
 
 # Statements that the kernel needs; without any of them it hangs, or its results are wrong.
