@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from cpu_kernel import Params, ScoreRef, TensorRef
 from emulated_schedule import EmulatedSchedule
-from oracle import Shape, draw, make_mask
+from oracle import Shape, draw, make_mask, visible
 from score_oracle import Function, oracle
 from torch import Tensor
 from wide_kernel import compiled, tensor_maps, translate
@@ -18,7 +18,7 @@ from wide_kernel import compiled, tensor_maps, translate
 import attnforge
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Spec
-from attnforge.runtime.masks import AnyMask
+from attnforge.runtime.masks import AnyMask, FunctionMask
 
 LIMIT = 5e-3  # of the rms error of out, as a share of out itself: bfloat16 of P and of out
 LSE_LIMIT = 1e-5  # of the largest, or of 1
@@ -55,9 +55,10 @@ class EmulatedForward:
         p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
         p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
         p.lse = lse.data_ptr()
-        for i, x in enumerate(self.score_tensors):
+        captured = (*self.score_tensors, *(mask.tensors if isinstance(mask, FunctionMask) else ()))
+        for i, x in enumerate(captured):
             setattr(p, f"score{i}", ScoreRef.of(x))
-        tables = self._attach(p, mask) | self._split_keys(p)
+        tables = self._attach(p, mask) | self._split_keys(p) | self._cut_lists(p)
         maps, first = tensor_maps(self.plan.tensor_maps, tensors)
         results = tables.get("out_accum")
         size = 0 if results is None else results.numel()
@@ -67,8 +68,10 @@ class EmulatedForward:
         clusters = min(clusters, BLOCKS) if self.persistent else clusters
         sizes = clusters, size, launch.threads, launch.shared_bytes
         said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), *sizes).decode()
-        if p.combine_blocks and not said:
-            self.library.run_combine(ctypes.byref(p), p.combine_blocks, self.plan.launches[1].threads)
+        if len(self.plan.launches) > 1 and not said:
+            combine = self.plan.launches[1]
+            if blocks := math.prod(getattr(p, name) for name in combine.grid):
+                self.library.run_combine(ctypes.byref(p), blocks, combine.threads)
         if not said and tables.get("tile_counter", torch.zeros(1)).any():
             said = "the counter of the dynamic scheduler is not zero"
         del tables, maps
@@ -97,6 +100,9 @@ class EmulatedForward:
         said, out, lse = self.forward({"q": q, "k": k, "v": v}, mask, seed, change)
         if said:
             return said
+        if isinstance(mask, FunctionMask):
+            heads, batch = shape.heads_kv * shape.group, shape.batch
+            mask = attnforge.DenseMask(visible(mask, shape.seq_q, shape.seq_k, "cpu", heads, batch))
         exact, exact_lse, *_ = oracle(q, k, v, mask, formula, x.dout)
         seen = exact_lse > -math.inf
         if out.isnan().any() or lse.isnan().any():
@@ -126,20 +132,47 @@ class EmulatedForward:
         p.out_accum = results.data_ptr()
         return {"out_accum": results}
 
+    def _cut_lists(self, p: Params) -> dict[str, Tensor]:
+        """As runtime/native/arguments.h; returns the memory of pieces' results."""
+        if not self.plan.cut_lists:
+            return {}
+        p.piece_slots = 2 * (p.blocks_m - p.tiles_m)
+        rows = p.batch * p.heads_q * p.piece_slots * self.plan.spec.tuning.tile_m
+        results = torch.full((rows * (self.plan.spec.problem.head_dim_v + 2),), math.nan)
+        p.out_accum = results.data_ptr()
+        return {"out_accum": results}
+
     def _attach(self, p: Params, mask: AnyMask) -> dict[str, Tensor]:
         """Points `p` to the tables that the kernel's own schedule makes of a mask; returns what holds them."""
         p.mask_batches = p.mask_heads = p.mask_planes = 1
         p.list_stride = p.tiles_n
         if self.schedule is None:
             return {}
-        if isinstance(mask, attnforge.DenseMask):
-            p.mask_bits, p.mask_words = mask.data.data_ptr(), mask.data.shape[3]
-            p.bits_row = -(-(p.padded_k if self.plan.bits == "k" else p.padded_q) // 32)
-            tables = self.schedule.run(mask.data, None, p.seq_q, p.seq_k)
-        else:
-            assert isinstance(mask, attnforge.Spans)
-            p.spans, p.starts, p.ends = (x.data_ptr() for x in (mask.data, mask.data[0], mask.data[-1]))
-            tables = self.schedule.run(mask.data[0], mask.data[-1], p.seq_q, p.seq_k)
+        tables = self._list_tiles(p, mask)
+        if self.plan.cut_lists:
+            p.blocks_m = len(tables["tile_order"]) // p.mask_planes
         for name, table in tables.items():
             setattr(p, name, table.data_ptr())
         return tables
+
+    def _list_tiles(self, p: Params, mask: AnyMask) -> dict[str, Tensor]:
+        assert self.schedule is not None
+        run, sizes = self.schedule.run, (p.seq_q, p.seq_k)
+        if isinstance(mask, FunctionMask):
+            reads = self.plan.spec.problem.mask_mod.reads
+            p.mask_batches, p.mask_heads = p.batch if reads("b") else 1, p.heads_q if reads("h") else 1
+            p.mask_planes = p.mask_batches * p.mask_heads
+            p.bit_slots = p.mask_planes * p.tiles_m * p.tiles_n
+            return run(torch.empty(0), None, *sizes, mask.tensors, planes=(p.mask_batches, p.mask_heads))
+        if isinstance(mask, attnforge.DenseMask):
+            p.mask_bits, p.mask_words = mask.data.data_ptr(), mask.data.shape[3]
+            p.bits_row = -(-(p.padded_k if self.plan.bits == "k" else p.padded_q) // 32)
+            return run(mask.data, None, *sizes)
+        assert isinstance(mask, attnforge.Spans)
+        p.spans = mask.data.data_ptr()
+        if self.plan.spec.problem.unions:
+            p.mask_batches, p.mask_heads = mask.data.shape[:2]
+            p.mask_planes = p.mask_batches * p.mask_heads
+            return run(mask.data, None, *sizes, heads=(p.heads_q, p.heads_kv))
+        p.starts, p.ends = mask.data[0].data_ptr(), mask.data[-1].data_ptr()
+        return run(mask.data[0], mask.data[-1], *sizes)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnforge.codegen.plan import TensorMap
 from attnforge.codegen.render import Source
+from attnforge.codegen.spec import Direction
 
 FLAGS = (
     "-std=c++17",
@@ -47,7 +48,7 @@ extern "C" const char* run_main(const Params* p, const TensorMaps* maps, int clu
     return what_went_wrong();
 }
 """
-# A kernel that combines the results of splits.
+# A kernel that combines the results of splits, or of pieces of lists.
 COMBINE = """
 extern "C" void run_combine(const Params* p, int blocks, int threads) {
     run_grid([](const void* x) { SYMBOL_combine(*static_cast<const Params*>(x)); }, p, blocks, 1, 1, threads, 0);
@@ -82,7 +83,9 @@ def translate(source: Source, breaks: dict[str, str], together: int = 1, by_warp
     sections = re.split(r"(?=^// ---- )", text, flags=re.MULTILINE)
     text = "".join(x for x in sections if not x.startswith("// ---- Tile schedule"))
     assert "asm" not in text
-    run = RUN + (COMBINE if source.plan.split_blocks else "")
+    forward = source.spec.problem.direction is Direction.FORWARD
+    combines = forward and (source.plan.split_blocks or source.plan.cut_lists)
+    run = RUN + (COMBINE if combines else "")
     run = run.replace("TOGETHER", str(together)).replace("SYMBOL", source.spec.symbol)
     run = run.replace("BY_WARPGROUP", str(by_warpgroup).lower())
     return '#include "wide.h"\n' + text + run

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from emulated_forward import EmulatedForward
+from mask_functions import functions as functions_of_masks
 from oracle import Shape
 from score_oracle import functions
 
+from attnforge import Spans, masks
 from attnforge.codegen.families.sm90 import Sm90Forward
+from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
@@ -21,16 +27,33 @@ fibers = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on
 SHAPES = Shape(300, 420, 0, 1, 2), Shape(450, 170, 0, 2, 1, 2)
 
 
+LONG = Shape(700, 2600, 0, 1, 1)  # the list of the tile with global tokens is cut
+
+
+def kind_of(spec: Spec) -> tuple[tuple[int, int], Mask, int, bool, bool]:
+    """Head dims of q and v, mask, rows of a tile; do warpgroups take turns, are work tiles counted up?"""
+    tuning = spec.tuning
+    assert isinstance(tuning, Sm90Forward)
+    p = spec.problem
+    return (p.head_dim, p.head_dim_v), p.mask, tuning.tile_m, tuning.ping_pong, tuning.dynamic
+
+
 def variants() -> list[Spec]:
     """Of the kernels of the tuned tables the first of its kind, without scores, functions and several intervals."""
     found: dict[tuple[object, ...], Spec] = {}
     for spec in tuned_specs():
         p, t = spec.problem, spec.tuning
-        kind = p.arch, p.direction, p.dtype
-        hopper = kind == (Arch.SM90A, Direction.FORWARD, DType.BFLOAT16) and isinstance(t, Sm90Forward)
-        if hopper and not (t.splits or p.score or p.mask_mod or p.unions):
-            found.setdefault((p.head_dims, p.mask, t.tile_m, t.ping_pong, t.dynamic), spec)
+        if (p.arch, p.direction, p.dtype) != (Arch.SM90A, Direction.FORWARD, DType.BFLOAT16):
+            continue
+        if isinstance(t, Sm90Forward) and not (t.splits or p.score or p.mask_mod or p.unions):
+            found.setdefault(kind_of(spec), spec)
     return list(found.values())
+
+
+def first(head_dim: int, mask: Mask, **changed: Any) -> Spec:
+    """The first kernel that a search would try."""
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask)
+    return next(candidates(replace(problem, **changed)))
 
 
 @fibers
@@ -62,22 +85,48 @@ def test_scores(head_dim: int, name: str, mask: Mask, tmp_path: Path) -> None:
     for seed, shape in enumerate(SHAPES):
         heads = shape.heads_kv * shape.group
         score, formula = functions(shape.batch, heads, shape.seq_q, shape.seq_k)[name]
-        problem = Problem(
-            Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, score=ScoreMod(score.text)
-        )
-        kernel = kernel or EmulatedForward(next(candidates(problem)), tmp_path)
+        kernel = kernel or EmulatedForward(first(head_dim, mask, score=ScoreMod(score.text)), tmp_path)
         kernel.score_tensors = score.tensors
         assert kernel.failure(shape, seed, sharpness=(1, 4)[seed], formula=formula) == ""
 
 
+@fibers
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["documents", "heads", "blocks", "window", "global tokens", "nothing"])
+def test_mask_functions(name: str, head_dim: int, tmp_path: Path) -> None:
+    kernels: dict[str, EmulatedForward] = {}
+    for seed, shape in enumerate((*SHAPES, LONG)):
+        known = {
+            **functions_of_masks(shape),
+            "global tokens": lambda b, h, i, j: ((i - j).abs() < 40) | (i < 7),
+        }
+        mask = masks.mask_mod(known[name], shape.seq_q, shape.seq_k, "cpu")
+        if mask.text not in kernels:
+            spec = first(head_dim, Mask.DENSE, mask_mod=MaskMod(mask.text))
+            kernels[mask.text] = EmulatedForward(spec, tmp_path)
+        assert kernels[mask.text].failure(shape, seed, mask=mask) == ""
+
+
+@fibers
+@pytest.mark.parametrize("planes", [0, 1])
+@pytest.mark.parametrize(("intervals", "head_dim"), [(2, 128), (2, 64), (3, 128), (4, 64), (4, 128)])
+def test_several_intervals(intervals: int, head_dim: int, planes: int, tmp_path: Path) -> None:
+    """Of each key, the same for all heads and batch entries or not."""
+    kernel = EmulatedForward(first(head_dim, Mask.SPANS, intervals=intervals, planes=planes), tmp_path)
+    draw = torch.Generator().manual_seed(intervals)
+    for seed, shape in enumerate(SHAPES):
+        part = shape.seq_q // intervals
+        size = *((shape.batch, shape.heads_kv) if planes else (1, 1)), intervals, shape.seq_k
+        starts, lengths = (torch.randint(0, part // 2, size, generator=draw, dtype=torch.int32) for _ in "ab")
+        starts += torch.arange(intervals, dtype=torch.int32)[:, None] * part
+        assert kernel.failure(shape, seed, mask=Spans(starts, starts + lengths)) == ""
+
+
 def test_variants() -> None:
     """The kinds of kernels that BAGEL runs are among them."""
-    kinds = {(s.problem.head_dim, s.problem.mask, s.tuning.ping_pong, s.tuning.dynamic) for s in variants()}
-    assert {
-        (128, Mask.SPANS, True, True),
-        (64, Mask.SPANS, True, True),
-        (72, Mask.FULL, True, False),
-    } <= kinds
+    kinds = {kind_of(spec) for spec in variants()}
+    assert {((128, 128), Mask.SPANS, 192, True, True), ((64, 64), Mask.SPANS, 192, True, True)} <= kinds
+    assert ((72, 72), Mask.FULL, 192, True, False) in kinds
 
 
 # Statements that the kernel needs; without any of them it hangs, or its results are wrong.
@@ -101,12 +150,7 @@ BREAKS = {
 
 @fibers
 def test_breaks_are_noticed(tmp_path: Path) -> None:
-    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, 128, Mask.SPANS, 16)
-    spec = next(
-        spec
-        for spec in variants()
-        if spec.problem == problem and spec.tuning.ping_pong and spec.tuning.dynamic
-    )
+    spec = next(spec for spec in variants() if kind_of(spec) == ((128, 128), Mask.SPANS, 192, True, True))
     kernel = EmulatedForward(spec, tmp_path, BREAKS)
     shapes = Shape(300, 420, 0, 1, 2), Shape(700, 70, 0, 1, 4)
     assert all(kernel.failure(shape, seed) == "" for shape in shapes for seed in range(2))
