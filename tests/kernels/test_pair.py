@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from emulated_wide import EmulatedWide
+from emulated_backward import EmulatedBackward
 from oracle import Shape
 
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
@@ -103,7 +103,7 @@ def spec(dims: tuple[int, int], mask: Mask, tuning: Sm90BackwardWide = TUNING) -
 def test_gradients_on_the_cpu(
     dims: tuple[int, int], mask: Mask, changed: dict[str, int], tmp_path: Path
 ) -> None:
-    kernel = EmulatedWide(spec(dims, mask, replace(TUNING, **changed)), tmp_path)  # type: ignore[arg-type]
+    kernel = EmulatedBackward(spec(dims, mask, replace(TUNING, **changed)), tmp_path)  # type: ignore[arg-type]
     for seed, shape in enumerate(
         (Shape(20, 40, 0, 1), Shape(150, 190, 0, 1, 2), Shape(130, 300, 0, 2, 1, 2))
     ):
@@ -111,7 +111,7 @@ def test_gradients_on_the_cpu(
 
 
 def test_breaks_are_noticed(tmp_path: Path) -> None:
-    kernel = EmulatedWide(spec((192, 128), Mask.FULL), tmp_path, BREAKS)
+    kernel = EmulatedBackward(spec((192, 128), Mask.FULL), tmp_path, BREAKS)
     shapes = Shape(128, 256, 0, 1), Shape(900, 256, 0, 1)  # some show in the first steps, others after many
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
     for number, name in enumerate(BREAKS, 1):
@@ -127,7 +127,7 @@ def test_breaks_of_additions_are_noticed(
     deterministic: bool, staging: int, breaks: dict[str, str], tmp_path: Path
 ) -> None:
     tuning = replace(TUNING, deterministic=deterministic, staging=staging)
-    kernel = EmulatedWide(spec((192, 128), Mask.CAUSAL, tuning), tmp_path, breaks)
+    kernel = EmulatedBackward(spec((192, 128), Mask.CAUSAL, tuning), tmp_path, breaks)
     shapes = Shape(128, 400, 0, 1), Shape(700, 400, 0, 1)
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
     for number, name in enumerate(breaks, 1):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulated_wide import EmulatedWide
+from emulated_backward import EmulatedBackward
 from oracle import Shape
 
 from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide, staged_columns
@@ -106,7 +106,7 @@ def test_gradients_on_the_cpu(
     chosen = spec(dims, mask, *knobs)
     assert isinstance(chosen.tuning, Sm90BackwardWide)
     assert staged_columns(chosen.problem, chosen.tuning) == staged
-    kernel = EmulatedWide(chosen, tmp_path)
+    kernel = EmulatedBackward(chosen, tmp_path)
     for seed, shape in enumerate(
         (Shape(20, 40, 0, 1), Shape(200, 190, 0, 1, 2), Shape(130, 300, 0, 2, 1, 2))
     ):
@@ -146,7 +146,7 @@ def test_gradients_on_the_cpu(
 def test_orders_of_products(
     dims: tuple[int, int], mask: Mask, knobs: tuple[int, ...], more: dict[str, int], tmp_path: Path
 ) -> None:
-    kernel = EmulatedWide(spec(dims, mask, *knobs, **more), tmp_path)
+    kernel = EmulatedBackward(spec(dims, mask, *knobs, **more), tmp_path)
     for seed, shape in enumerate(
         (Shape(20, 40, 0, 1), Shape(200, 190, 0, 1, 2), Shape(130, 300, 0, 2, 1, 2), Shape(700, 96, 0, 1))
     ):
@@ -155,7 +155,7 @@ def test_orders_of_products(
 
 def test_breaks_of_what_is_in_flight_are_noticed(tmp_path: Path) -> None:
     chosen = spec((192, 128), Mask.FULL, 96, 2, 2, dq_behind_dv=True, loaders=2)
-    kernel = EmulatedWide(chosen, tmp_path, IN_FLIGHT)
+    kernel = EmulatedBackward(chosen, tmp_path, IN_FLIGHT)
     shapes = Shape(128, 96, 0, 1), Shape(900, 96, 0, 1)
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
     for number, name in enumerate(IN_FLIGHT, 1):
@@ -163,7 +163,7 @@ def test_breaks_of_what_is_in_flight_are_noticed(tmp_path: Path) -> None:
 
 
 def test_breaks_are_noticed(tmp_path: Path) -> None:
-    kernel = EmulatedWide(spec((192, 128), Mask.FULL, 96, 2, 2, 0), tmp_path, BREAKS)
+    kernel = EmulatedBackward(spec((192, 128), Mask.FULL, 96, 2, 2, 0), tmp_path, BREAKS)
     shapes = Shape(128, 96, 0, 1), Shape(900, 96, 0, 1)  # some show in the first steps, others after many
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
     for number, name in enumerate(BREAKS, 1):
@@ -183,7 +183,9 @@ def test_breaks_are_noticed(tmp_path: Path) -> None:
 def test_breaks_of_additions_are_noticed(
     dims: tuple[int, int], deterministic: int, staging: int, breaks: dict[str, str], tmp_path: Path
 ) -> None:
-    kernel = EmulatedWide(spec(dims, Mask.CAUSAL, 80, 2, 1, deterministic, staging=staging), tmp_path, breaks)
+    kernel = EmulatedBackward(
+        spec(dims, Mask.CAUSAL, 80, 2, 1, deterministic, staging=staging), tmp_path, breaks
+    )
     shapes = Shape(128, 300, 0, 1), Shape(700, 300, 0, 1)
     assert all(kernel.failure(shape, 0) == "" for shape in shapes)
     for number, name in enumerate(breaks, 1):

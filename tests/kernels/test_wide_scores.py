@@ -13,7 +13,7 @@ from typing import Any
 import mask_functions
 import pytest
 import torch
-from emulated_wide import EmulatedWide
+from emulated_backward import EmulatedBackward
 from oracle import Shape, draw, make_mask
 from score_oracle import compare, functions, learned, learned_oracle, oracle
 from spaces import part, quickly
@@ -184,12 +184,12 @@ def test_refusals_of_pairs(dims: tuple[int, int], score: str, reason: str) -> No
 on_cpu = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 
 
-def emulated(of: Problem, knobs: tuple[int, ...], directory: Path, **more: Any) -> EmulatedWide:
+def emulated(of: Problem, knobs: tuple[int, ...], directory: Path, **more: Any) -> EmulatedBackward:
     """`knobs`: keys of a tile, buffers of Q, of dO, whether deterministic, and by pairs. `more`: others by name."""
     tile_n, stages, stages_dout, deterministic, pair = *knobs, *(0,) * (5 - len(knobs))
     flags = bool(deterministic), bool(pair)
     tuning = Sm90BackwardWide(64, tile_n, stages, stages_dout, *flags, **more)
-    return EmulatedWide(Spec(of, tuning), directory)
+    return EmulatedBackward(Spec(of, tuning), directory)
 
 
 @on_cpu

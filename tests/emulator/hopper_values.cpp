@@ -1,6 +1,6 @@
-// Enough of Hopper to run a kernel for wide heads or short queries on the CPU, a few blocks or clusters at a time: a
-// fiber per thread, warps in random order. Copies land, and products are done, as late as the waits for them allow.
-#include "wide.h"
+// Enough of Hopper to run a kernel of 16-bit types on the CPU, a few blocks or clusters at a time: a fiber per thread,
+// warps in random order. Copies land, and products are done, as late as the waits for them allow.
+#include "hopper_values.h"
 
 #include <algorithm>
 #include <deque>
@@ -69,6 +69,7 @@ struct Block {
     unsigned slowness = 1;  // one of so many turns is taken, so that a block may be far behind its peer
     std::vector<unsigned char> memory;
     std::vector<long> stores;  // by address / 16, of 16 bytes: the number of the last one, or 0
+    bool waited = false;      // has a thread waited for the kernel before?
     std::map<unsigned, Barrier> barriers;
     std::multimap<unsigned, Landing> copies;  // by barrier
     struct {
@@ -182,6 +183,7 @@ static void start(int number, int first) {
         block.slowness = 1 << draw() % 5;
         std::fill(block.memory.begin(), block.memory.end(), 0xff);
         std::fill(block.stores.begin(), block.stores.end(), 0);
+        block.waited = false;
         block.barriers.clear();
         block.copies.clear();
         for (auto& named : block.named) {
@@ -524,9 +526,10 @@ void send_quad(unsigned address, unsigned barrier, float x, float y, float z, fl
 static const unsigned short* eight_at(unsigned long long descriptor, int line, int byte) {
     const unsigned start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
     const unsigned stride = (descriptor >> 32 & 0x3fff) << 4;
-    const unsigned row = 256 >> (descriptor >> 62);  // bytes, as the swizzle has them
-    const unsigned inside = start % row;             // a range may start inside of a row
-    if (descriptor >> 62 == 0 || (inside + byte % row >= row && leading == 0)) {
+    const unsigned code = descriptor >> 62;
+    const unsigned row = code ? 256 >> code : 16;  // bytes, as the swizzle has them, or without one
+    const unsigned inside = start % row;           // a range may start inside of a row
+    if (inside + byte % row >= row && leading == 0) {
         stop("operand crosses a panel", byte);
     }
     const unsigned place = start + line / 8 * stride + line % 8 * row + byte / row * leading + byte % row;
@@ -631,7 +634,7 @@ void finish_products(int pending) {
 static long stores;  // in all
 void note_store(unsigned address) { blocks[current->block].stores[address / 16] = ++stores; }
 void proxy_fence() { current->fenced = stores; }
-void griddepcontrol_wait() { current->waited = true; }
+void griddepcontrol_wait() { current->waited = here().waited = true; }
 
 template <typename Move>
 static void bulk_write(float* target, unsigned src, int bytes, Move move) {
@@ -676,7 +679,8 @@ void bulk_reduce_wait() {
     call_all(current->writes);
 }
 void semaphore_wait(const int* semaphore, int value) {
-    if (!current->waited) {
+    // By warpgroups, consumers wait for what another thread loads once it has waited.
+    if (!current->waited && !(by_warpgroup && here().waited)) {
         stop("a semaphore before the kernel before has ended, value", value);
     }
     while (*semaphore < value) {

@@ -1,4 +1,4 @@
-"""Run a Hopper backward for wide heads on the CPU: wide.cpp in place of its PTX functions."""
+"""Run a Hopper 16-bit backward on the CPU: hopper_values.cpp in place of its PTX functions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 from cpu_kernel import Params, ScoreRef, TensorRef, set_score_gradients
+from emulated_schedule import EmulatedSchedule
+from hopper_kernel import compiled, tensor_maps, translate
 from oracle import Shape, draw, make_mask
 from score_oracle import Function, learned_oracle, oracle
 from torch import Tensor
-from wide_kernel import compiled, tensor_maps, translate
 
 import attnforge
-from attnforge.codegen.families.sm90_backward_wide import Sm90BackwardWide
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Spec
 from attnforge.runtime.masks import AnyMask, FunctionMask
@@ -31,16 +31,21 @@ extern "C" void run_KERNEL(const Params* p, int count) {
 """
 
 
-class EmulatedWide:
+class EmulatedBackward:
     """A variant, compiled for the CPU."""
 
     def __init__(self, spec: Spec, directory: Path, breaks: dict[str, str] | None = None) -> None:
         source = render(spec)
         self.plan = source.plan
-        text = translate(source, breaks or {}, TOGETHER if self.plan.deterministic else 1)
+        self.launches = {x.symbol.removeprefix(spec.symbol).lstrip("_"): x for x in self.plan.launches}
+        self.main = self.launches.pop("")
+        together = TOGETHER if self.plan.deterministic or self.main.persistent else 1
+        narrow = self.plan.template == "sm90a/backward.cu.jinja"
+        text = translate(source, breaks or {}, together, by_warpgroup=narrow)
         rows = RUN_ROWS.replace("SYMBOL", spec.symbol)
-        text += "".join(rows.replace("KERNEL", name) for name in ("preprocess", "postprocess"))
+        text += "".join(rows.replace("KERNEL", name) for name in self.launches)
         self.library = compiled(text, directory)
+        self.schedule = EmulatedSchedule(spec, directory) if narrow and self.plan.schedule else None
         self.score_tensors: tuple[Tensor, ...] = ()
         self.score_gradients: dict[int, Tensor] = {}  # of those that the score wants, after a backward
 
@@ -59,35 +64,52 @@ class EmulatedWide:
         for name, x in tensors.items():
             setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
         p.batch, p.heads_q, p.seq_q, head_dim = tensors["q"].shape
-        columns = self.plan.columns  # of a row of sums of dQ
         p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
         tuning = self.plan.spec.tuning
-        assert isinstance(tuning, Sm90BackwardWide)
         p.set_tiles(tuning.tile_m, tuning.tile_n)
-        p.padded_q = p.tiles_m * tuning.tile_m
+        p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
         p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
-        rows = p.batch * p.heads_q * p.padded_q
-        sums = [torch.full((rows * width,), math.nan) for width in (self.plan.row_stats, columns)]
-        p.delta, p.dq_accum, p.lse = sums[0].data_ptr(), sums[1].data_ptr(), lse.data_ptr()
         captured = (*self.score_tensors, *(mask.tensors if isinstance(mask, FunctionMask) else ()))
         for i, x in enumerate(captured):
             setattr(p, f"score{i}", ScoreRef.of(x))
         bins = set_score_gradients(p, self.plan, self.score_tensors, self.score_gradients)
-        lists = list_tiles(mask, p, tuning.tile_n) if isinstance(mask, attnforge.Spans | FunctionMask) else []
-        semaphores = torch.full((rows // tuning.tile_m,), -1, dtype=torch.int32)
-        p.dq_semaphore = semaphores.data_ptr()
-        dq_accum = ctypes.c_void_p(p.dq_accum)
-        self.library.prepare(seed, change, dq_accum, ctypes.c_long(rows * columns))
-        self.library.run_preprocess(ctypes.byref(p), rows // tuning.tile_m)
+        lists = self._list_tiles(mask, p) if isinstance(mask, attnforge.Spans | FunctionMask) else {}
+        p.lse = lse.data_ptr()
+        memory = self._memory(p)
+        sums = memory[0]
+        self.library.prepare(seed, change, ctypes.c_void_p(sums.data_ptr()), ctypes.c_long(len(sums)))
+        blocks = {name: math.prod(getattr(p, x) for x in it.grid) for name, it in self.launches.items()}
+        self.library.run_preprocess(ctypes.byref(p), blocks.pop("preprocess"))
         maps, first = tensor_maps(self.plan.tensor_maps, tensors)
-        launch = self.plan.launches[1]
-        clusters = p.tiles_n * p.batch * p.heads_kv
-        sizes = clusters, launch.per_tile, launch.threads, launch.shared_bytes
+        clusters = math.prod(getattr(p, name) for name in self.main.grid)
+        clusters = min(clusters, TOGETHER) if self.main.persistent else clusters
+        sizes = clusters, self.main.per_tile, self.main.threads, self.main.shared_bytes
         said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), *sizes).decode()
-        if not said:
-            self.library.run_postprocess(ctypes.byref(p), rows // tuning.tile_m)
-        del lists, maps, bins
+        for name, count in blocks.items():
+            if not said:
+                getattr(self.library, f"run_{name}")(ctypes.byref(p), count)
+        del lists, maps, bins, memory
         return said, list(grads.values())
+
+    def _memory(self, p: Params) -> list[Tensor]:
+        """Points `p` to memory for sums, row_stats, semaphores and the counter of work tiles; returns what holds it.
+
+        First the sums of dQ and, behind them, of dK and dV.
+        """
+        problem, tuning = self.plan.spec.problem, self.plan.spec.tuning
+        columns = self.plan.columns or problem.head_dim  # of a row of dQ and dK, and of dV
+        columns_v = self.plan.columns_v or problem.head_dim_v
+        rows = p.batch * p.heads_q * p.padded_q
+        of_dkv = p.batch * p.heads_kv * p.padded_k * (columns + columns_v) if self.plan.dkv_accum else 0
+        lengths = rows * columns + of_dkv, rows * self.plan.row_stats
+        sums, row_stats = (torch.full((length,), math.nan) for length in lengths)
+        p.dq_accum, p.delta = sums.data_ptr(), row_stats.data_ptr()
+        p.dkv_accum = p.dq_accum + rows * columns * 4 if of_dkv else None
+        tiles = rows // tuning.tile_m + p.batch * p.heads_kv * p.tiles_n  # of dQ, and of dK and dV
+        semaphores, counter = (torch.full((length,), -1, dtype=torch.int32) for length in (tiles, 2))
+        p.dq_semaphore = semaphores.data_ptr()
+        p.tile_counter = p.tile_counter or counter.data_ptr()  # a schedule may have one
+        return [sums, row_stats, semaphores, counter]
 
     def failure(
         self,
@@ -129,8 +151,21 @@ class EmulatedWide:
                 said = f"{name}: rms error {error:.3g}"
         return said
 
+    def _list_tiles(self, mask: attnforge.Spans | FunctionMask, p: Params) -> dict[str, Tensor]:
+        """Sets the schedule of `p`; returns what holds it."""
+        if self.schedule is None:
+            return list_tiles(mask, p, self.plan.spec.tuning.tile_n)
+        assert isinstance(mask, attnforge.Spans)
+        p.mask_batches = p.mask_heads = p.mask_planes = 1
+        p.spans, p.starts, p.ends = (x.data_ptr() for x in (mask.data, mask.data[0], mask.data[-1]))
+        p.list_stride = p.tiles_m
+        tables = self.schedule.run(mask.data[0], mask.data[-1], p.seq_q, p.seq_k)
+        for name, table in tables.items():
+            setattr(p, name, table.data_ptr())
+        return tables
 
-def list_tiles(mask: attnforge.Spans | FunctionMask, p: Params, tile_n: int) -> list[Tensor]:
+
+def list_tiles(mask: attnforge.Spans | FunctionMask, p: Params, tile_n: int) -> dict[str, Tensor]:
     """Sets the schedule of `p`, each visit marked as one of which some pairs are hidden; returns what holds it."""
     batches = {"batch": p.batch} if isinstance(mask, FunctionMask) else {}
     seen = mask.visible(p.seq_q, p.seq_k, **batches).reshape(-1, p.seq_q, p.seq_k)  # by plane
@@ -143,7 +178,7 @@ def list_tiles(mask: attnforge.Spans | FunctionMask, p: Params, tile_n: int) -> 
     if isinstance(mask, attnforge.Spans):
         p.spans = mask.data.data_ptr()  # where there are several intervals
         p.starts, p.ends = mask.data[0].data_ptr(), mask.data[-1].data_ptr()
-    return [counts, orders, lists, ranks]
+    return {"tile_count": counts, "tile_order": orders, "tile_list": lists, "dq_order": ranks}
 
 
 def lists_of(seen: Tensor, p: Params, tile_n: int) -> list[Tensor]:

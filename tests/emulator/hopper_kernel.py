@@ -1,4 +1,4 @@
-"""What emulations of Hopper kernels by wide.cpp share: a kernel's text for g++, tensor maps as wide.cpp has them."""
+"""What emulations by hopper_values.cpp share: a kernel's text for g++, and tensor maps as it reads them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ FLAGS = (
     f"-I{gxx.HERE}",
 )
 WORDS = 16  # of a tensor map, 64 bits each
-# Functions of wide.h without PTX of their own, or templates of which only the asm statement goes.
+# Functions of hopper_values.h without PTX of their own, or templates of which only the asm statement goes.
 REPLACED = "accumulator_fence|load_float|load_int|load_pair|load_quad|load_span|pack|shared_address|unpack"
-KEPT = ("apply_mask", "start_dq", "start_scores")
+KEPT = ("apply_mask", "set_ones", "start_dq", "start_scores")
 FUNCTION = r"^__device__ __forceinline__ [^\n;{]*?\b(\w+)\([^;{]*\) \{\n(?:.*\n)*?\}\n"
 WGMMA = re.compile(  # columns of the result, whether its operands are summed over rows, the first number of a thread
     r'm64n(\d+)k16.*?, add, 1, 1, ([01](?:, [01])?);.*?"\+f"\(d\[(\d+)\]\)', re.DOTALL
@@ -59,7 +59,7 @@ extern "C" void run_combine(const Params* p, int blocks, int threads) {
 def translate(source: Source, breaks: dict[str, str], together: int = 1, by_warpgroup: bool = False) -> str:
     """C++ that g++ compiles, with a function `run_main` that runs `together` clusters at a time.
 
-    `breaks`: statements that are skipped if `broken` is their number, from 1. `by_warpgroup`: see wide.h.
+    `breaks`: statements that are skipped if `broken` is their number, from 1. `by_warpgroup`: see hopper_values.h.
     """
     text = full_params(source.text)
     for number, statement in enumerate(breaks.values(), 1):
@@ -88,14 +88,14 @@ def translate(source: Source, breaks: dict[str, str], together: int = 1, by_warp
     run = RUN + (COMBINE if combines else "")
     run = run.replace("TOGETHER", str(together)).replace("SYMBOL", source.spec.symbol)
     run = run.replace("BY_WARPGROUP", str(by_warpgroup).lower())
-    return '#include "wide.h"\n' + text + run
+    return '#include "hopper_values.h"\n' + text + run
 
 
 def compiled(text: str, directory: Path) -> ctypes.CDLL:
     """The library of a kernel's text and the emulator."""
-    path = directory / "wide.cpp"
+    path = directory / "hopper_values.cpp"
     path.write_text(text)
-    library = gxx.library(path, *FLAGS, parts=("wide.cpp",), header="wide.h")
+    library = gxx.library(path, *FLAGS, parts=("hopper_values.cpp",), header="hopper_values.h")
     library.run_main.restype = ctypes.c_char_p
     return library
 
@@ -103,7 +103,7 @@ def compiled(text: str, directory: Path) -> ctypes.CDLL:
 def tensor_maps(
     boxes: Sequence[TensorMap], tensors: dict[str, Tensor]
 ) -> tuple[ctypes.Array[ctypes.c_longlong], int]:
-    """Tensor maps as wide.cpp reads them, and where they begin."""
+    """Tensor maps as hopper_values.cpp reads them, and where they begin."""
     words = (ctypes.c_longlong * (WORDS * len(boxes) + 8))()
     first = -ctypes.addressof(words) % 64 // 8
     for i, box in enumerate(boxes):

@@ -1,5 +1,5 @@
-// What the text of a Hopper kernel for wide heads or short queries is compiled with to run on the CPU: declarations of
-// wide.cpp, which is compiled once for all kernels.
+// What the text of a Hopper kernel of 16-bit types is compiled with to run on the CPU: declarations of hopper_values.cpp,
+// which is compiled once for all kernels.
 #pragma once
 
 #include "emulator.h"

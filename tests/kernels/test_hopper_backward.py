@@ -1,0 +1,87 @@
+"""The Hopper backward of head_dim 128 at most as a whole, on the CPU: its gradients, and planted mistakes."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+from emulated_backward import EmulatedBackward
+from oracle import Shape
+
+from attnforge.codegen.families.sm90_backward import Sm90Backward
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Spec
+from attnforge.runtime.search.winners import tuned_specs
+
+fibers = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
+# Last tiles that are not full, key tiles that no query sees, rows that see nothing, heads that share keys.
+SHAPES = Shape(200, 260, 0, 1, 2), Shape(300, 140, 0, 2, 1, 2)
+MASKS = Mask.FULL, Mask.CAUSAL, Mask.SPANS
+OF_ALL = 64, 128  # head dims of which each kind of kernel runs
+
+
+def kind_of(spec: Spec) -> tuple[int, Mask, bool, bool, bool]:
+    """head_dim, mask; has each q head blocks of its own, are sums in a fixed order, are blocks persistent?"""
+    p, t = spec.problem, spec.tuning
+    assert isinstance(t, Sm90Backward)
+    if p.head_dim not in OF_ALL:
+        return p.head_dim, p.mask, False, False, False
+    return p.head_dim, p.mask, t.split_heads, t.deterministic, bool(t.persistent)
+
+
+def variants() -> list[Spec]:
+    """Of the kernels of the tuned tables the first of its kind, without scores, functions and several intervals."""
+    found: dict[tuple[object, ...], Spec] = {}
+    for spec in tuned_specs():
+        p = spec.problem
+        if (p.arch, p.direction, p.dtype) != (Arch.SM90A, Direction.BACKWARD, DType.BFLOAT16):
+            continue
+        plain = p.mask in MASKS and not (p.score or p.mask_mod or p.unions or p.dim_v)
+        if plain and isinstance(spec.tuning, Sm90Backward):
+            found.setdefault(kind_of(spec), spec)
+    return list(found.values())
+
+
+@fibers
+@pytest.mark.parametrize("spec", variants(), ids=lambda spec: spec.slug)
+def test_gradients(spec: Spec, tmp_path: Path) -> None:
+    """Of a deterministic kernel, also the same bits in another order of the warps."""
+    kernel = EmulatedBackward(spec, tmp_path)
+    for seed, shape in enumerate(SHAPES):
+        assert kernel.failure(shape, seed) == ""
+
+
+def test_variants() -> None:
+    """The kinds of kernels that BAGEL runs are among them."""
+    kinds = {kind_of(spec) for spec in variants()}
+    for head_dim in OF_ALL:
+        assert {(head_dim, Mask.SPANS, split, False, False) for split in (False, True)} <= kinds
+        assert any(kind[0] == head_dim and kind[3] for kind in kinds)
+    assert any(kind[4] for kind in kinds)
+
+
+# Statements that the kernel needs; without any of them it hangs, or its results are wrong or have other bits.
+BREAKS = {
+    "K read before it is there": "barrier_wait(base + kFullK, 0);",
+    "V read before it is there": "barrier_wait(base + kFullV, 0);",
+    "Q overwritten before it is read": "barrier_wait(base + kEmptyQ + ring.stage * 8, ring.phase);",
+    "dO overwritten before it is read": "barrier_wait(base + kEmptyDo + ring.stage * 8, ring.phase);",
+    "dP read before it is complete": "wgmma_wait<1>();  // dP is complete",
+    "S read before it is complete": "wgmma_wait<1>();  // dV and S are complete",
+    "dS of the other warpgroup read before it is there": "barrier_wait(base + kFullDs, step & 1);",
+    "dQ added in another order": "semaphore_wait(dq_semaphore(p, plane, tile), order);",
+    "dK and dV added in another order": "semaphore_wait(dkv_semaphore(p, work), dkv_order(p, work));",
+    "an addition to dQ is not announced": "semaphore_release(dq_semaphore(p, plane, tile));",
+    "an addition to dQ is announced too early": "bulk_reduce_wait();",
+    "dQ overwritten before it is added": "barrier_wait(base + kEmptyDq + group * 8, step & 1 ^ 1);",
+}
+
+
+@fibers
+def test_breaks_are_noticed(tmp_path: Path) -> None:
+    spec = next(spec for spec in variants() if kind_of(spec) == (128, Mask.SPANS, True, True, False))
+    kernel = EmulatedBackward(spec, tmp_path, BREAKS)
+    shape = Shape(300, 300, 0, 1, 3)  # sums of two additions have the same bits in either order
+    assert all(kernel.failure(shape, seed) == "" for seed in range(2))
+    for number, name in enumerate(BREAKS, 1):
+        assert any(kernel.failure(shape, seed, number) for seed in range(10)), name
