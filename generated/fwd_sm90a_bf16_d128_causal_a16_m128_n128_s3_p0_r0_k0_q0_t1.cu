@@ -929,9 +929,14 @@ struct Consumer {
         release(smem + kEmptyK + kv_pipe.stage * 8);
     }
 
+    // The thread's first row in the tile; its other one is 8 rows further down.
+    __device__ __forceinline__ int first_row() const {
+        return warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    }
+
     // O, row_max and row_sum over the range.
     __device__ __forceinline__ void attend(const Work& work) {
-        const int row = work.row0 + warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        const int row = work.row0 + first_row();
         query = query_of(p, row);
         query_below = query_of(p, row + 8);
         stats.reset();
@@ -974,11 +979,6 @@ struct Consumer {
         issue_pv(kv_pipe, work.visits > 1);
         wgmma_wait_all();
         accumulator_fence(o);
-    }
-
-    // The thread's first row in the tile; its other one is 8 rows further down.
-    __device__ __forceinline__ int first_row() const {
-        return warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     }
 
     // O /= row_sum, whose parts in four threads are added.

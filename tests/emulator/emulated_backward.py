@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from cpu_kernel import Params, ScoreRef, TensorRef, set_score_gradients
+from cpu_kernel import Params, set_score_gradients
 from emulated_schedule import EmulatedSchedule
-from hopper_kernel import compiled, tensor_maps, translate
+from hopper_kernel import call_params, compiled, tensor_maps, translate
 from oracle import Shape, draw, make_mask
 from score_oracle import Function, learned_oracle, oracle
 from torch import Tensor
@@ -60,20 +60,14 @@ class EmulatedBackward:
         """What went wrong ("" if nothing), and [dq, dk, dv]. `tensors`: q, k, v, out and dout, bf16, B H S D."""
         grads = {f"d{name}": torch.full_like(tensors[name], math.nan) for name in "qkv"}
         tensors = tensors | grads
-        p = Params()
-        for name, x in tensors.items():
-            setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
-        p.batch, p.heads_q, p.seq_q, head_dim = tensors["q"].shape
-        p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
-        tuning = self.plan.spec.tuning
-        p.set_tiles(tuning.tile_m, tuning.tile_n)
-        p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
-        p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
         captured = (*self.score_tensors, *(mask.tensors if isinstance(mask, FunctionMask) else ()))
-        for i, x in enumerate(captured):
-            setattr(p, f"score{i}", ScoreRef.of(x))
+        p = call_params(self.plan.spec, tensors, captured)
         bins = set_score_gradients(p, self.plan, self.score_tensors, self.score_gradients)
-        lists = self._list_tiles(mask, p) if isinstance(mask, attnforge.Spans | FunctionMask) else {}
+        lists = {}
+        if self.schedule is not None:
+            lists = self.schedule.attach(p, mask)
+        elif isinstance(mask, attnforge.Spans | FunctionMask):
+            lists = list_tiles(mask, p, self.plan.spec.tuning.tile_n)
         p.lse = lse.data_ptr()
         memory = self._memory(p)
         sums = memory[0]
@@ -150,19 +144,6 @@ class EmulatedBackward:
             if not said and not error <= LIMIT:  # NaN, too
                 said = f"{name}: rms error {error:.3g}"
         return said
-
-    def _list_tiles(self, mask: attnforge.Spans | FunctionMask, p: Params) -> dict[str, Tensor]:
-        """Sets the schedule of `p`; returns what holds it."""
-        if self.schedule is None:
-            return list_tiles(mask, p, self.plan.spec.tuning.tile_n)
-        assert isinstance(mask, attnforge.Spans)
-        p.mask_batches = p.mask_heads = p.mask_planes = 1
-        p.spans, p.starts, p.ends = (x.data_ptr() for x in (mask.data, mask.data[0], mask.data[-1]))
-        p.list_stride = p.tiles_m
-        tables = self.schedule.run(mask.data[0], mask.data[-1], p.seq_q, p.seq_k)
-        for name, table in tables.items():
-            setattr(p, name, table.data_ptr())
-        return tables
 
 
 def list_tiles(mask: attnforge.Spans | FunctionMask, p: Params, tile_n: int) -> dict[str, Tensor]:

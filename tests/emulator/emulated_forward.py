@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from cpu_kernel import Params, ScoreRef, TensorRef
+from cpu_kernel import Params
 from emulated_schedule import EmulatedSchedule
-from hopper_kernel import compiled, tensor_maps, translate
+from hopper_kernel import call_params, compiled, tensor_maps, translate
 from oracle import Shape, draw, make_mask, visible
 from score_oracle import Function, oracle
 from torch import Tensor
@@ -46,19 +46,12 @@ class EmulatedForward:
         lse = torch.full(tensors["q"].shape[:3], math.nan)
         out = tensors["q"].new_full((*tensors["q"].shape[:3], tensors["v"].shape[3]), math.nan)
         tensors = tensors | {"out": out}
-        p, tuning, launch = Params(), self.plan.spec.tuning, self.plan.launches[0]
-        for name, x in tensors.items():
-            setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
-        p.batch, p.heads_q, p.seq_q, head_dim = tensors["q"].shape
-        p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
-        p.set_tiles(tuning.tile_m, tuning.tile_n)
-        p.padded_q, p.padded_k = p.tiles_m * tuning.tile_m, p.tiles_n * tuning.tile_n
-        p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
-        p.lse = lse.data_ptr()
         captured = (*self.score_tensors, *(mask.tensors if isinstance(mask, FunctionMask) else ()))
-        for i, x in enumerate(captured):
-            setattr(p, f"score{i}", ScoreRef.of(x))
-        tables = self._attach(p, mask) | self._split_keys(p) | self._cut_lists(p)
+        p = call_params(self.plan.spec, tensors, captured)
+        tuning, launch = self.plan.spec.tuning, self.plan.launches[0]
+        p.lse = lse.data_ptr()
+        tables = self.schedule.attach(p, mask) if self.schedule else {}
+        tables |= self._split_keys(p) | self._cut_lists(p)
         maps, first = tensor_maps(self.plan.tensor_maps, tensors)
         results = tables.get("out_accum")
         size = 0 if results is None else results.numel()
@@ -141,38 +134,3 @@ class EmulatedForward:
         results = torch.full((rows * (self.plan.spec.problem.head_dim_v + 2),), math.nan)
         p.out_accum = results.data_ptr()
         return {"out_accum": results}
-
-    def _attach(self, p: Params, mask: AnyMask) -> dict[str, Tensor]:
-        """Points `p` to the tables that the kernel's own schedule makes of a mask; returns what holds them."""
-        p.mask_batches = p.mask_heads = p.mask_planes = 1
-        p.list_stride = p.tiles_n
-        if self.schedule is None:
-            return {}
-        tables = self._list_tiles(p, mask)
-        if self.plan.cut_lists:
-            p.blocks_m = len(tables["tile_order"]) // p.mask_planes
-        for name, table in tables.items():
-            setattr(p, name, table.data_ptr())
-        return tables
-
-    def _list_tiles(self, p: Params, mask: AnyMask) -> dict[str, Tensor]:
-        assert self.schedule is not None
-        run, sizes = self.schedule.run, (p.seq_q, p.seq_k)
-        if isinstance(mask, FunctionMask):
-            reads = self.plan.spec.problem.mask_mod.reads
-            p.mask_batches, p.mask_heads = p.batch if reads("b") else 1, p.heads_q if reads("h") else 1
-            p.mask_planes = p.mask_batches * p.mask_heads
-            p.bit_slots = p.mask_planes * p.tiles_m * p.tiles_n
-            return run(torch.empty(0), None, *sizes, mask.tensors, planes=(p.mask_batches, p.mask_heads))
-        if isinstance(mask, attnforge.DenseMask):
-            p.mask_bits, p.mask_words = mask.data.data_ptr(), mask.data.shape[3]
-            p.bits_row = -(-(p.padded_k if self.plan.bits == "k" else p.padded_q) // 32)
-            return run(mask.data, None, *sizes)
-        assert isinstance(mask, attnforge.Spans)
-        p.spans = mask.data.data_ptr()
-        if self.plan.spec.problem.unions:
-            p.mask_batches, p.mask_heads = mask.data.shape[:2]
-            p.mask_planes = p.mask_batches * p.mask_heads
-            return run(mask.data, None, *sizes, heads=(p.heads_q, p.heads_kv))
-        p.starts, p.ends = mask.data[0].data_ptr(), mask.data[-1].data_ptr()
-        return run(mask.data[0], mask.data[-1], *sizes)

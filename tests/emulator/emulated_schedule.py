@@ -17,6 +17,7 @@ from torch import Tensor
 from attnforge.codegen.params import struct
 from attnforge.codegen.render import render
 from attnforge.codegen.spec import Mask, Spec
+from attnforge.runtime.masks import AnyMask, DenseMask, FunctionMask, Spans
 
 SENTINEL = -7  # what memory holds that nothing has written
 
@@ -48,6 +49,36 @@ class EmulatedSchedule:
         path = directory / f"{spec.slug}.cpp"
         path.write_text(schedule_text(spec))
         self.library = gxx.library(path, *FLAGS, "-DEMULATED_FP16=0", parts=PARTS, header="emulator.h")
+
+    def attach(self, p: Params, mask: AnyMask) -> dict[str, Tensor]:
+        """Points `p`, which has the sizes of a call, to a mask and to its tables; returns what holds these."""
+        problem, sizes = self.spec.problem, (p.seq_q, p.seq_k)
+        p.list_stride = p.tiles_m if self.plan.owner == "n" else p.tiles_n
+        if isinstance(mask, FunctionMask):
+            reads = problem.mask_mod.reads
+            p.mask_batches, p.mask_heads = p.batch if reads("b") else 1, p.heads_q if reads("h") else 1
+            planes = p.mask_batches, p.mask_heads
+            p.bit_slots = math.prod(planes) * p.tiles_m * p.tiles_n
+            tables = self.run(torch.empty(0), None, *sizes, mask.tensors, planes=planes)
+        elif isinstance(mask, DenseMask):
+            p.mask_bits, p.mask_words = mask.data.data_ptr(), mask.data.shape[3]
+            p.bits_row = -(-(p.padded_k if self.plan.bits == "k" else p.padded_q) // 32)
+            tables = self.run(mask.data, None, *sizes)
+        elif problem.unions:
+            assert isinstance(mask, Spans)
+            p.spans = mask.data.data_ptr()
+            p.mask_batches, p.mask_heads = mask.data.shape[:2]
+            tables = self.run(mask.data, None, *sizes, heads=(p.heads_q, p.heads_kv))
+        else:
+            assert isinstance(mask, Spans)
+            p.starts, p.ends = mask.data[0].data_ptr(), mask.data[-1].data_ptr()
+            tables = self.run(mask.data[0], mask.data[-1], *sizes)
+        p.mask_planes = p.mask_batches * p.mask_heads
+        if self.plan.cut_lists and self.plan.owner == "m":
+            p.blocks_m = len(tables["tile_order"]) // p.mask_planes
+        for name, table in tables.items():
+            setattr(p, name, table.data_ptr())
+        return tables
 
     def run(
         self,

@@ -13,13 +13,6 @@ struct Fiber {
     bool done;
 };
 
-// Lanes that have arrived at the instruction of this generation, and what they bring.
-struct Warp {
-    int arrived;
-    long generation;
-    void* operands[32];
-};
-
 Index blockIdx, gridDim;
 Index* current_thread;
 static std::vector<Fiber> fibers;
@@ -43,24 +36,8 @@ void stop(const char* why, long long value) {
     std::abort();
 }
 
-void** arrive_at_warp(void* operand) {
-    Warp& warp = warps[threadIdx.x / 32];
-    const long generation = warp.generation;
-    warp.operands[threadIdx.x % 32] = operand;
-    if (++warp.arrived == 32) {
-        return warp.operands;
-    }
-    while (warp.generation == generation) {
-        give_way();
-    }
-    return nullptr;
-}
-
-void release_warp() {
-    Warp& warp = warps[threadIdx.x / 32];
-    warp.arrived = 0;
-    ++warp.generation;
-}
+void** arrive_at_warp(void* operand) { return warps[threadIdx.x / 32].arrive(threadIdx.x % 32, operand); }
+void release_warp() { warps[threadIdx.x / 32].release(); }
 
 static int waiting;            // threads of the block at the barrier
 static long barriers;          // that are over

@@ -74,3 +74,29 @@ static inline void make_context(Context& context, const Stack& stack, void (*run
 }
 
 #endif
+
+void give_way();  // to other threads; each emulation has its own
+
+// Lanes of a warp that have arrived at the instruction of this generation, and what they bring.
+struct Warp {
+    int arrived = 0;
+    long generation = 0;
+    void* operands[32];
+
+    // The operands of all lanes for the last one that arrives, which then calls `release`; the others get null, then.
+    void** arrive(unsigned lane, void* operand) {
+        const long now = generation;
+        operands[lane] = operand;
+        if (++arrived == 32) {
+            return operands;
+        }
+        while (generation == now) {
+            give_way();
+        }
+        return nullptr;
+    }
+    void release() {
+        arrived = 0;
+        ++generation;
+    }
+};

@@ -1,19 +1,20 @@
-"""What emulations by hopper_values.cpp share: a kernel's text for g++, and tensor maps as it reads them."""
+"""What emulations by hopper_values.cpp share: a kernel's text for g++, its arguments, tensor maps as it reads them."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import gxx
-from cpu_kernel import full_params
+from cpu_kernel import Params, ScoreRef, TensorRef, full_params
 from torch import Tensor
 
 from attnforge.codegen.plan import TensorMap
 from attnforge.codegen.render import Source
-from attnforge.codegen.spec import Direction
+from attnforge.codegen.spec import Direction, Spec
 
 FLAGS = (
     "-std=c++17",
@@ -98,6 +99,23 @@ def compiled(text: str, directory: Path) -> ctypes.CDLL:
     library = gxx.library(path, *FLAGS, parts=("hopper_values.cpp",), header="hopper_values.h")
     library.run_main.restype = ctypes.c_char_p
     return library
+
+
+def call_params(spec: Spec, tensors: dict[str, Tensor], captured: Sequence[Tensor]) -> Params:
+    """What a call gives its kernels: tensors B H S D, sizes, the scale, one plane of a mask, what functions read."""
+    p = Params()
+    for name, x in tensors.items():
+        setattr(p, name, TensorRef(x.data_ptr(), *x.stride()[:3]))
+    p.batch, p.heads_q, p.seq_q, head_dim = tensors["q"].shape
+    p.heads_kv, p.seq_k = tensors["k"].shape[1:3]
+    tile_m, tile_n = spec.tuning.tile_m, spec.tuning.tile_n
+    p.set_tiles(tile_m, tile_n)
+    p.padded_q, p.padded_k = p.tiles_m * tile_m, p.tiles_n * tile_n
+    p.scale, p.scale_log2 = head_dim**-0.5, head_dim**-0.5 / math.log(2)
+    p.mask_batches = p.mask_heads = p.mask_planes = 1
+    for i, x in enumerate(captured):
+        setattr(p, f"score{i}", ScoreRef.of(x))
+    return p
 
 
 def tensor_maps(

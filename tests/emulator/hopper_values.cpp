@@ -46,11 +46,6 @@ struct Fiber {
     long fenced = 0;      // stores to shared memory before its last proxy_fence
     bool waited = false;  // for the kernel before
 };
-struct Warp {
-    int arrived = 0;
-    long generation = 0;
-    void* operands[32];
-};
 struct Barrier {
     int count, pending;
     long long bytes;
@@ -137,22 +132,10 @@ static unsigned char* memory_of(int block) {
 static Block& here() { return blocks[current->block]; }
 static Warp& my_warp() { return warps[(current - fibers.data()) / 32]; }
 void** arrive_at_warp(void* operand) {
-    Warp& warp = my_warp();
-    const long generation = warp.generation;
-    warp.operands[threadIdx.x % 32] = operand;
     ++progress;
-    if (++warp.arrived == 32) {
-        return warp.operands;
-    }
-    while (warp.generation == generation) {
-        give_way();
-    }
-    return nullptr;
+    return my_warp().arrive(threadIdx.x % 32, operand);
 }
-void release_warp() {
-    my_warp().arrived = 0;
-    ++my_warp().generation;
-}
+void release_warp() { my_warp().release(); }
 // All threads of a cluster; those of one block meet as all do.
 static void meet_all() {
     const int number = current->block / blocks_of_cluster;

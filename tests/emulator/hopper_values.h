@@ -69,29 +69,10 @@ void barrier_arrive(unsigned address);
 void barrier_expect(unsigned address, int bytes);
 void barrier_arrive_at(unsigned address, unsigned block_rank);
 void barrier_wait(unsigned address, unsigned parity);
-static inline void barrier_arrive_if(bool condition, unsigned address) {
-    if (condition) {
-        barrier_arrive(address);
-    }
-}
-static inline void barrier_wait_if(bool condition, unsigned address, unsigned parity) {
-    if (condition) {
-        barrier_wait(address, parity);
-    }
-}
 void cluster_sync();
 void named_sync(int id, int threads);
 void named_arrive(int id, int threads);
-static inline void named_sync_if(bool condition, int id, int threads) {
-    if (condition) {
-        named_sync(id, threads);
-    }
-}
-static inline void named_arrive_if(bool condition, int id, int threads) {
-    if (condition) {
-        named_arrive(id, threads);
-    }
-}
+#include "conditional.h"
 static inline void prefetch_map(const void*) {}
 void proxy_fence();
 void griddepcontrol_wait();  // before semaphores

@@ -30,27 +30,9 @@ const char* run_blocks(void (*kernel)(), const Shape& of_kernel, const Call& of_
 
 // ---- PTX ------------------------------------------------------------------------------------------------------------
 
-static inline void barrier_arrive_if(bool condition, unsigned barrier) {
-    if (condition) {
-        barrier_arrive(barrier);
-    }
-}
-static inline void barrier_wait_if(bool condition, unsigned barrier, unsigned parity) {
-    if (condition) {
-        barrier_wait(barrier, parity);
-    }
-}
 void named_arrive(int id, int threads);
-static inline void named_sync_if(bool condition, int id, int threads) {
-    if (condition) {
-        named_sync(id, threads);
-    }
-}
-static inline void named_arrive_if(bool condition, int id, int threads) {
-    if (condition) {
-        named_arrive(id, threads);
-    }
-}
+#include "conditional.h"
+
 void shared_store(unsigned address, int4 x);
 int4 shared_load(unsigned address);
 template <class T>

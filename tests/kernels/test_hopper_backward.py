@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from emulated_backward import EmulatedBackward
 from oracle import Shape
+from spaces import tuned_kinds
 
 from attnforge.codegen.families.sm90_backward import Sm90Backward
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Spec
-from attnforge.runtime.search.winners import tuned_specs
+from attnforge.codegen.spec import Direction, Mask, Spec
 
 fibers = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 # Last tiles that are not full, key tiles that no query sees, rows that see nothing, heads that share keys.
@@ -29,21 +29,15 @@ def kind_of(spec: Spec) -> tuple[int, Mask, bool, bool, bool]:
     return p.head_dim, p.mask, t.split_heads, t.deterministic, bool(t.persistent)
 
 
-def variants() -> list[Spec]:
-    """Of the kernels of the tuned tables the first of its kind, without scores, functions and several intervals."""
-    found: dict[tuple[object, ...], Spec] = {}
-    for spec in tuned_specs():
-        p = spec.problem
-        if (p.arch, p.direction, p.dtype) != (Arch.SM90A, Direction.BACKWARD, DType.BFLOAT16):
-            continue
-        plain = p.mask in MASKS and not (p.score or p.mask_mod or p.unions or p.dim_v)
-        if plain and isinstance(spec.tuning, Sm90Backward):
-            found.setdefault(kind_of(spec), spec)
-    return list(found.values())
+VARIANTS = [
+    spec
+    for spec in tuned_kinds(Direction.BACKWARD, Sm90Backward, kind_of)
+    if spec.problem.mask in MASKS and not spec.problem.dim_v
+]
 
 
 @fibers
-@pytest.mark.parametrize("spec", variants(), ids=lambda spec: spec.slug)
+@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.slug)
 def test_gradients(spec: Spec, tmp_path: Path) -> None:
     """Of a deterministic kernel, also the same bits in another order of the warps."""
     kernel = EmulatedBackward(spec, tmp_path)
@@ -53,7 +47,7 @@ def test_gradients(spec: Spec, tmp_path: Path) -> None:
 
 def test_variants() -> None:
     """The kinds of kernels that BAGEL runs are among them."""
-    kinds = {kind_of(spec) for spec in variants()}
+    kinds = {kind_of(spec) for spec in VARIANTS}
     for head_dim in OF_ALL:
         assert {(head_dim, Mask.SPANS, split, False, False) for split in (False, True)} <= kinds
         assert any(kind[0] == head_dim and kind[3] for kind in kinds)
@@ -79,7 +73,7 @@ BREAKS = {
 
 @fibers
 def test_breaks_are_noticed(tmp_path: Path) -> None:
-    spec = next(spec for spec in variants() if kind_of(spec) == (128, Mask.SPANS, True, True, False))
+    spec = next(spec for spec in VARIANTS if kind_of(spec) == (128, Mask.SPANS, True, True, False))
     kernel = EmulatedBackward(spec, tmp_path, BREAKS)
     shape = Shape(300, 300, 0, 1, 3)  # sums of two additions have the same bits in either order
     assert all(kernel.failure(shape, seed) == "" for seed in range(2))

@@ -13,6 +13,7 @@ from emulated_forward import EmulatedForward
 from mask_functions import functions as functions_of_masks
 from oracle import Shape
 from score_oracle import functions
+from spaces import tuned_kinds
 
 from attnforge import Spans, masks
 from attnforge.codegen.families.sm90 import Sm90Forward
@@ -20,7 +21,6 @@ from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
 from attnforge.codegen.space import candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
-from attnforge.runtime.search.winners import tuned_specs
 
 fibers = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 # More work tiles than blocks, and last tiles that are not full; rows that see nothing.
@@ -38,16 +38,7 @@ def kind_of(spec: Spec) -> tuple[tuple[int, int], Mask, int, bool, bool]:
     return (p.head_dim, p.head_dim_v), p.mask, tuning.tile_m, tuning.ping_pong, tuning.dynamic
 
 
-def variants() -> list[Spec]:
-    """Of the kernels of the tuned tables the first of its kind, without scores, functions and several intervals."""
-    found: dict[tuple[object, ...], Spec] = {}
-    for spec in tuned_specs():
-        p, t = spec.problem, spec.tuning
-        if (p.arch, p.direction, p.dtype) != (Arch.SM90A, Direction.FORWARD, DType.BFLOAT16):
-            continue
-        if isinstance(t, Sm90Forward) and not (t.splits or p.score or p.mask_mod or p.unions):
-            found.setdefault(kind_of(spec), spec)
-    return list(found.values())
+VARIANTS = tuned_kinds(Direction.FORWARD, Sm90Forward, kind_of)
 
 
 def first(head_dim: int, mask: Mask, **changed: Any) -> Spec:
@@ -57,7 +48,7 @@ def first(head_dim: int, mask: Mask, **changed: Any) -> Spec:
 
 
 @fibers
-@pytest.mark.parametrize("spec", variants(), ids=lambda spec: spec.slug)
+@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.slug)
 def test_results(spec: Spec, tmp_path: Path) -> None:
     kernel = EmulatedForward(spec, tmp_path)
     for seed, shape in enumerate(SHAPES):
@@ -124,7 +115,7 @@ def test_several_intervals(intervals: int, head_dim: int, planes: int, tmp_path:
 
 def test_variants() -> None:
     """The kinds of kernels that BAGEL runs are among them."""
-    kinds = {kind_of(spec) for spec in variants()}
+    kinds = {kind_of(spec) for spec in VARIANTS}
     assert {((128, 128), Mask.SPANS, 192, True, True), ((64, 64), Mask.SPANS, 192, True, True)} <= kinds
     assert ((72, 72), Mask.FULL, 192, True, False) in kinds
 
@@ -150,7 +141,7 @@ BREAKS = {
 
 @fibers
 def test_breaks_are_noticed(tmp_path: Path) -> None:
-    spec = next(spec for spec in variants() if kind_of(spec) == ((128, 128), Mask.SPANS, 192, True, True))
+    spec = next(spec for spec in VARIANTS if kind_of(spec) == ((128, 128), Mask.SPANS, 192, True, True))
     kernel = EmulatedForward(spec, tmp_path, BREAKS)
     shapes = Shape(300, 420, 0, 1, 2), Shape(700, 70, 0, 1, 4)
     assert all(kernel.failure(shape, seed) == "" for shape in shapes for seed in range(2))

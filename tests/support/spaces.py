@@ -9,7 +9,8 @@ from typing import TypeVar
 import pytest
 
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import Problem, Spec, Tuning
+from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec, Tuning
+from attnforge.runtime.search.winners import tuned_specs
 
 Case = TypeVar("Case")
 
@@ -28,6 +29,19 @@ def sample(problem: Problem, first: int = 600, every: int = 97) -> Iterator[Spec
         return number < first or number % every == 0
 
     return candidates(problem, taken)
+
+
+def tuned_kinds(
+    direction: Direction, tuning: type[Tuning], kind_of: Callable[[Spec], Hashable]
+) -> list[Spec]:
+    """Of Hopper's bf16 kernels in the tuned tables the first of each kind, without scores, functions and unions."""
+    found: dict[Hashable, Spec] = {}
+    for spec in tuned_specs():
+        p = spec.problem
+        hopper = (p.arch, p.direction, p.dtype) == (Arch.SM90A, direction, DType.BFLOAT16)
+        if hopper and isinstance(spec.tuning, tuning) and not (p.score or p.mask_mod or p.unions):
+            found.setdefault(kind_of(spec), spec)
+    return list(found.values())
 
 
 def covering(cases: Iterable[Case], aspects: Callable[[Case], Iterable[Hashable]]) -> list[Case]:
