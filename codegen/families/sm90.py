@@ -32,7 +32,7 @@ from attnforge.codegen.families.hopper import (
 from attnforge.codegen.families.limits import COMBINE_THREADS, HEAD_DIM_LIMIT, SHARED_LIMIT, require_words
 from attnforge.codegen.families.schedule import schedule_launches
 from attnforge.codegen.plan import Infeasible, Launch, Plan, TensorMap
-from attnforge.codegen.spec import Arch, Mask, Problem, Spec, Tuning, knob
+from attnforge.codegen.spec import Arch, DType, Mask, Problem, Spec, Tuning, knob
 
 # Of a thread, for the addresses in several tensors that a score reads for each pair: an estimate, so that the tiles
 # which are left do not spill (96 keys a tile: 156 bytes, with three consumers 1200; test_score_kernels.py compiles 64).
@@ -198,6 +198,11 @@ def _capped(p: Problem, t: Sm90Forward) -> bool:
     return bool(t.exact_visits and p.score.cap)
 
 
+def _slope_product(p: Problem) -> bool:
+    """Is the slope of a score's lines added to S by a product? Its parts have the range of float32 in bfloat16 only."""
+    return p.score.lines is not None and p.dtype is DType.BFLOAT16
+
+
 def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     p, mask = spec.problem, spec.problem.mask
     order = _order(mask, t)
@@ -239,6 +244,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "out_panels": out_panels,
             "broadcast": broadcast,
             "hidden": _hidden(t),
+            "slope_product": _slope_product(p),
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },
@@ -255,8 +261,9 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int, roomy: bool) -> tuple[i
     q_bytes, k_bytes, v_bytes = t.tile_m * max(row, row_v), t.tile_n * row, t.tile_n * row_v
     require_tiles(64 * row, k_bytes, v_bytes)
     bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
+    numbers = t.tile_n * 32 if _slope_product(spec.problem) else 0
     # Two barriers a buffer.
-    shared = t.stages * (k_bytes + 2 * 8) + (t.stages_v or t.stages) * (v_bytes + 2 * 8) + bounds
+    shared = t.stages * (k_bytes + 2 * 8) + (t.stages_v or t.stages) * (v_bytes + 2 * 8) + bounds + numbers
     # Q of the next work tile should arrive before O of this one is stored. Two buffers of Q allow that, or else a
     # buffer for as many panels of O as fit, which is written 16 columns at a time. 16 bytes are left to broadcast work
     # tiles.

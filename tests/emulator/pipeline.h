@@ -54,12 +54,16 @@ void wgmma_wait(int groups);
 static inline void wgmma_wait_all() { wgmma_wait(0); }
 static inline void wgmma_wait_all_but_one() { wgmma_wait(1); }
 
-// What S begins with where a score adds lines. The head's lines go with the products of that head only.
+// The lines that a score adds. Those of a head and a visit go with its products only.
 struct ScoreLines {
     int batch = -1, head = -1;
 };
 static inline ScoreLines score_lines(const Params&, int batch, int head) { return {batch, head}; }
-void begin_scores(const void*, const ScoreLines& lines, int row, int key0);
+unsigned line_at(const ScoreLines& lines, int row, int key0, const float*);
+static inline void begin_scores(const void*, unsigned) {}
+static inline void bend_scores(const void*, const ScoreLines&, int, int) {}
+static inline void store_numbers(unsigned) {}
+static inline void multiply_slope(const void*, const void*, unsigned) {}
 
 void load_q(const void*, unsigned q, int row);
 void multiply_qk(const void*, unsigned q, int row, unsigned k);

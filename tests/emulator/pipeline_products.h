@@ -37,9 +37,9 @@ static void note_scores(const Piece& rows, const Piece& keys) {
     if (shape.lines) {
         const Piece& begun = current->begun;
         const bool same = begun.tensor == kQ && begun.head == rows.head && begun.batch == rows.batch;
-        require(same, "S begins with lines of another head");
-        require(begun.row >= rows.row && begun.row < rows.row + 64, "S begins with lines of other rows");
-        require(begun.column == keys.row, "S begins with lines of other keys");
+        require(same, "S has the lines of another head");
+        require(begun.row >= rows.row && begun.row < rows.row + 64, "S has the lines of other rows");
+        require(begun.column == keys.row, "S has the lines of other keys");
         current->begun = {};
     }
     current->scores.push_back({rows, keys});
@@ -57,8 +57,9 @@ void load_q(const void*, unsigned q, int row) {
     current->q = read(q, row, 64, shape.tile_m, kQ);
     current->reads.pop_back();  // done at once
 }
-void begin_scores(const void*, const ScoreLines& lines, int row, int key0) {
+unsigned line_at(const ScoreLines& lines, int row, int key0, const float*) {
     current->begun = {kQ, key0, row, lines.head, lines.batch};
+    return 0;
 }
 void multiply_qk(const void*, unsigned q, int row, unsigned k) {
     const Piece rows = read(q, row, 64, shape.tile_m, kQ);

@@ -147,3 +147,26 @@ def test_breaks_are_noticed(tmp_path: Path) -> None:
     assert all(kernel.failure(shape, seed) == "" for shape in shapes for seed in range(2))
     for number, name in enumerate(BREAKS, 1):
         assert any(kernel.failure(shape, seed, number) for seed in range(10) for shape in shapes), name
+
+
+# The same for a score that adds lines.
+BREAKS_OF_LINES = {
+    "no numbers of keys": "store_numbers(smem + kOffsetNumbers);",
+    "no kink": "bend_scores(s, lines, row,",
+    "no slopes": "multiply_slope(s, slope,",
+    "maxima without the line": "found[half] += row_line[half];",
+    "the line of the visit before": "set_line();\n                    const PipelineState",
+}
+
+
+@fibers
+def test_breaks_of_lines_are_noticed(tmp_path: Path) -> None:
+    shape = SHAPES[0]
+    heads = shape.heads_kv * shape.group
+    score, formula = functions(shape.batch, heads, shape.seq_q, shape.seq_k)["alibi"]
+    spec = first(128, Mask.SPANS, score=ScoreMod(score.text))
+    kernel = EmulatedForward(spec, tmp_path, BREAKS_OF_LINES)
+    kernel.score_tensors = score.tensors
+    assert kernel.failure(shape, 0, formula=formula) == ""
+    for number, name in enumerate(BREAKS_OF_LINES, 1):
+        assert any(kernel.failure(shape, seed, number, formula=formula) for seed in range(3)), name

@@ -429,10 +429,7 @@ OF_SPANS: dict[str, Break] = {
 }
 OF_LINES: dict[str, Break] = {
     "keys": (
-        {
-            "set_visit(i);\n                    begin_scores(s, lines, row, (entry": "set_visit(i);\n"
-            "                    begin_scores(s, lines, row, (broken == n ? 0 : entry"
-        },
+        {"line_at(lines, row, (entry": "line_at(lines, row, (broken == n ? 0 : entry"},
         "lines of other keys",
     ),
     "rows": (
