@@ -21,7 +21,7 @@ from attnforge.codegen.formula import Formula
 from attnforge.codegen.formula_code import Code, code_of
 from attnforge.codegen.formula_program import COMPARISONS, Node, Program
 from attnforge.codegen.score_derivative import derivative
-from attnforge.codegen.score_lines import Lines, lines_of
+from attnforge.codegen.score_lines import Lines, added_terms, lines_of
 from attnforge.codegen.score_reads import Read, read_of
 from attnforge.codegen.score_tanh import (
     CAPS,
@@ -71,11 +71,15 @@ class ScoreMod(Formula):
     @cached_property
     def moved(self) -> tuple[Node, ...]:
         """The values that depend on the score."""
-        nodes = self.parsed[0].nodes
-        moved: list[bool] = []
-        for node in nodes:
-            moved.append(node.value == "score" if node.op == "leaf" else any(moved[i] for i in node.args))
-        return tuple(node for node, moves in zip(nodes, moved, strict=True) if moves)
+        return tuple(node for node, moves in zip(self.parsed[0].nodes, self._moves, strict=True) if moves)
+
+    @cached_property
+    def _moves(self) -> list[bool]:
+        """Does a value, by its number, depend on the score?"""
+        moves: list[bool] = []
+        for node in self.parsed[0].nodes:
+            moves.append(node.value == "score" if node.op == "leaf" else any(moves[i] for i in node.args))
+        return moves
 
     @cached_property
     def reads_by_pair(self) -> bool:
@@ -97,6 +101,17 @@ class ScoreMod(Formula):
     def lines(self) -> Lines | None:
         """What is added to the score if it consists of lines in kv_idx - q_idx, as ALiBi's; None for other formulas."""
         return lines_of(*self.parsed) if self else None
+
+    @cached_property
+    def row_lines(self) -> bool:
+        """Does it add a line to the scores of a row, in all tiles (`lines`) or, of slope 0, in most (`steps`)?
+
+        The sm90a forward then leaves Q K^T as it is, and adds what all keys of a row and a tile share to row maxima.
+        """
+        if self.lines is not None or not (self and self.steps):
+            return self.lines is not None
+        added = added_terms(*self.parsed)
+        return added is not None and not any(self._moves[x] for _, x in added)
 
     @cached_property
     def slope_is_finite(self) -> bool:

@@ -32,15 +32,13 @@ class Lines:
 
 def lines_of(p: Program, result: int) -> Lines | None:
     """`Lines` of a formula of the form score + lines; None for other formulas."""
-    terms = terms_of(p, result, 1, "float")
-    scores = [(sign, x) for sign, x in terms if p.nodes[x].value == "score"]
-    if len(scores) != 1 or scores[0][0] != 1:
+    terms = added_terms(p, result)
+    if terms is None:
         return None
     sums = p.copy()
     total = sums.const(0.0)
     for sign, x in terms:
-        if (sign, x) not in scores:
-            total = _sum(sums, "+" if sign == 1 else "-", total, sums.call("float", x))
+        total = _sum(sums, "+" if sign == 1 else "-", total, sums.call("float", x))
     tiled, added = tiled_program(sums, total)
     kinks: dict[int, None] = {}
     zero = tiled.const(0.0)
@@ -52,6 +50,15 @@ def lines_of(p: Program, result: int) -> Lines | None:
         return None
     slopes = code_of(tiled, left[0]), code_of(tiled, right[0])
     return Lines(*slopes, code_of(tiled, left[1]), code_of(tiled, kink) if kinks else None)
+
+
+def added_terms(p: Program, result: int) -> list[tuple[int, int]] | None:
+    """Sign and number of the values that a formula adds to the score; None if it is no sum with the score."""
+    terms = terms_of(p, result, 1, "float")
+    scores = [(sign, x) for sign, x in terms if p.nodes[x].value == "score"]
+    if len(scores) != 1 or scores[0][0] != 1:
+        return None
+    return [term for term in terms if term not in scores]
 
 
 def _line(

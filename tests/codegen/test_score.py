@@ -431,3 +431,25 @@ def test_the_nearest_polynomial_is_as_exact_as_it_says() -> None:
     x = torch.linspace(-NEAREST.limit, NEAREST.limit, 1001, dtype=torch.float64)
     one = torch.tensor(1.0).double()
     assert ((tanh_near(NEAREST, x, one, one) - x.tanh()).abs() <= 3e-5 * x.abs()).all()
+
+
+INDEX = "minimum(maximum(kv_idx - q_idx, -8), 8) + 8"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("alibi(t0: float32[1]): score - t0[h] * abs(q_idx - kv_idx)", True),
+        (f"table(t0: float32[2]): score + t0[h, {INDEX}]", True),
+        (f"minus(t0: float32[2]): t0[h, 0] + score - 2.0 * t0[h, {INDEX}]", True),
+        (f"unlike(t0: float32[2]): score + pow(t0[h, {INDEX}], t0[h, 0])", True),
+        (f"factor(t0: float32[2]): score * t0[h, {INDEX}]", False),
+        (f"both(t0: float32[2]): score + score * t0[h, {INDEX}]", False),
+        (f"negative(t0: float32[2]): t0[h, {INDEX}] - score", False),
+        ("plane(t0: float32[2]): score + t0[q_idx, kv_idx]", False),
+        ("softcap: 30.0 * tanh(score / 30.0)", False),
+    ],
+)
+def test_what_is_added_to_rows(text: str, expected: bool) -> None:
+    assert ScoreMod(text).row_lines == expected
+    assert not ScoreMod("").row_lines

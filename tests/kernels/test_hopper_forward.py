@@ -67,6 +67,8 @@ def test_results(spec: Spec, tmp_path: Path) -> None:
         (128, "alibi"),
         (128, "aligned"),
         (64, "relative"),
+        (128, "relative"),
+        (128, "walled"),
         (96, "bias"),
         (128, "mixed"),
     ],

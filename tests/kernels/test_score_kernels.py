@@ -206,7 +206,7 @@ extern "C" void run(const Params* p, const float* values, float* out) {
     }, 1, 32, 0);
 }
 """
-# A complete S is in units of the score, or, with lines, in those of Q K^T and without row_line.
+# A complete S is in units of the score, or, with row_line, in those of Q K^T and without it.
 APPLIED = "apply_score(*p, s, 1, 2, 40 + threadIdx.x / 4, KEY);"
 LINED = """
         float row_line[2];
@@ -215,6 +215,15 @@ LINED = """
         const auto slope = line_at(lines, row, KEY, row_line);
         ADD_SLOPE
         BEND
+        for (int i = 0; i < kTileN / 2; ++i) {
+            s[i] = (s[i] + row_line[i / 2 % 2]) * p->scale;
+        }
+"""
+STEPPED = """
+        float row_line[2];
+        if (!set_row_line(*p, row_line, 1, 2, 40 + threadIdx.x / 4, KEY)) {
+            add_score(*p, s, 1, 2, 40 + threadIdx.x / 4, KEY);
+        }
         for (int i = 0; i < kTileN / 2; ++i) {
             s[i] = (s[i] + row_line[i / 2 % 2]) * p->scale;
         }
@@ -334,7 +343,8 @@ def test_a_tile_of_the_hopper_forward(name: str, dtype: DType, key0: int, tmp_pa
     kept = "".join(s for s in sections if s.startswith(("// ---- Specialisation", "// ---- Score")))
     kept = re.sub(r"asm\(\"tanh.*", "y = std::tanh(x);", kept).replace("#pragma unroll", "//")
     path = tmp_path / "tile.cpp"
-    apply = APPLIED if text.lines is None else LINED.replace("ADD_SLOPE", ADD_SLOPE[dtype])
+    lined = LINED.replace("ADD_SLOPE", ADD_SLOPE[dtype])
+    apply = lined if text.lines else STEPPED if text.row_lines else APPLIED
     store = "store_numbers(0);" if "store_numbers" in kept else ""
     bend = "bend_scores(s, lines, row, KEY);" if "bend_scores" in kept else ""
     tile = TILE.replace("APPLY", apply).replace("STORE", store).replace("BEND", bend)
@@ -596,7 +606,18 @@ def test_nvcc_of_deterministic_gradients_of_tensors(
 @pytest.mark.parametrize("mask", ["full", "causal", "spans", "dense"])
 @pytest.mark.parametrize(
     "name",
-    ["softcap", "wide softcap", "approximate", "alibi", "aligned", "bias", "relative", "mixed", "stepped"],
+    [
+        "softcap",
+        "wide softcap",
+        "approximate",
+        "alibi",
+        "aligned",
+        "bias",
+        "relative",
+        "walled",
+        "mixed",
+        "stepped",
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_on_a_gpu(dtype: torch.dtype, name: str, mask: str) -> None:

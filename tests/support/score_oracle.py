@@ -74,10 +74,13 @@ def functions(
     draw = torch.Generator().manual_seed(5)
     slopes = torch.rand(heads, generator=draw)
     table = torch.randn(heads, 21, generator=draw)
+    walls = table.clone()
+    walls[:, 0] = walls[:, -1] = -float("inf")  # hides what is 10 or more away
     plane = torch.randn(1, heads, seq_q, 1, generator=draw)
     documents = torch.randint(0, 2, (batch, max(seq_q, seq_k)), generator=draw, dtype=torch.int32)
     half = torch.randn(heads, generator=draw).bfloat16()
-    slopes, table, plane, documents, half = (x.to(device) for x in (slopes, table, plane, documents, half))
+    slopes, table, walls = (x.to(device) for x in (slopes, table, walls))
+    plane, documents, half = (x.to(device) for x in (plane, documents, half))
 
     def mixed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         same = documents[b, q_idx] == documents[b, kv_idx]
@@ -105,6 +108,10 @@ def functions(
         "relative": (
             lambda: scores.relative_bias(table),
             lambda s, b, h, i, j: s + table[h, 10 + (j - i).clamp(-10, 10)],
+        ),
+        "walled": (
+            lambda: scores.relative_bias(walls),
+            lambda s, b, h, i, j: s + walls[h, 10 + (j - i).clamp(-10, 10)],
         ),
         "mixed": (lambda: scores.score_mod(mixed), mixed),
         "stepped": (lambda: scores.score_mod(stepped), stepped),
