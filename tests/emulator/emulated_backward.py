@@ -12,7 +12,7 @@ import torch
 from cpu_kernel import Params, set_score_gradients
 from emulated_schedule import EmulatedSchedule
 from hopper_kernel import call_params, compiled, tensor_maps, translate
-from oracle import Shape, draw, make_mask
+from oracle import Shape, draw, make_mask, visible
 from score_oracle import Function, learned_oracle, oracle
 from torch import Tensor
 
@@ -112,7 +112,7 @@ class EmulatedBackward:
         change: int = 0,
         formula: Function = lambda s, *at: s,
         learned: Sequence[Tensor] = (),
-        mask: attnforge.Spans | FunctionMask | None = None,
+        mask: AnyMask = None,
     ) -> str:
         """What is wrong with the gradients of a call, or why there are none.
 
@@ -123,24 +123,29 @@ class EmulatedBackward:
         sizes = replace(shape, head_dim=problem.head_dim, dim_v=problem.head_dim_v)
         x = draw(sizes, torch.bfloat16, "cpu", "slice", seed)  # NaN follows each row
         q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
-        visible = mask or make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
+        mask = mask or make_mask(problem.mask.value, shape.seq_q, shape.seq_k, "cpu", seed)
+        seen = mask
+        if isinstance(mask, FunctionMask):
+            heads, batch = shape.heads_kv * shape.group, shape.batch
+            seen = attnforge.DenseMask(visible(mask, shape.seq_q, shape.seq_k, "cpu", heads, batch))
         values = [t.detach().double() for t in learned]
-        out, lse, *exact = oracle(q, k, v, visible, lambda *at: formula(*at, *values), x.dout)
+        out, lse, *exact = oracle(q, k, v, seen, lambda *at: formula(*at, *values), x.dout)
         if learned:
-            exact = learned_oracle(q, k, v, visible, formula, list(learned), x.dout, out.to(q.dtype))
+            exact = learned_oracle(q, k, v, seen, formula, list(learned), x.dout, out.to(q.dtype))
         tensors = {"q": q, "k": k, "v": v, "out": out.to(q.dtype), "dout": x.dout}
         lse = lse.float().contiguous()
-        said, grads = self.backward(tensors, lse, visible, seed, change)
+        said, grads = self.backward(tensors, lse, mask, seed, change)
         if not said and self.plan.deterministic:
             grads += self.score_gradients.values()
-            said, again = self.backward(tensors, lse, visible, seed + 1, change)
+            said, again = self.backward(tensors, lse, mask, seed + 1, change)
             again += self.score_gradients.values()
             if not said and not all(map(torch.equal, grads, again)):
                 said = "other bits in another order of the warps"
         grads = [*grads[:3], *self.score_gradients.values()]
         names = ("dq", "dk", "dv", *(f"gradient of t{i}" for i in self.score_gradients))
         for name, got, expected in zip(names, grads, exact, strict=True):
-            error = ((got - expected).pow(2).mean() / expected.pow(2).mean()).sqrt().item()
+            error, size = (x.pow(2).mean().sqrt().item() for x in (got - expected, expected))
+            error = error / size if size else error
             if not said and not error <= LIMIT:  # NaN, too
                 said = f"{name}: rms error {error:.3g}"
         return said

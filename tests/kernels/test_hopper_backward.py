@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from emulated_backward import EmulatedBackward
+from mask_functions import functions as functions_of_masks
 from oracle import Shape
+from score_oracle import functions
 from spaces import tuned_kinds
 
+from attnforge import Spans, masks
 from attnforge.codegen.families.sm90_backward import Sm90Backward
-from attnforge.codegen.spec import Direction, Mask, Spec
+from attnforge.codegen.mask_function import MaskMod
+from attnforge.codegen.score import ScoreMod
+from attnforge.codegen.space import candidates
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 fibers = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 # Last tiles that are not full, key tiles that no query sees, rows that see nothing, heads that share keys.
@@ -43,6 +52,80 @@ def test_gradients(spec: Spec, tmp_path: Path) -> None:
     kernel = EmulatedBackward(spec, tmp_path)
     for seed, shape in enumerate(SHAPES):
         assert kernel.failure(shape, seed) == ""
+
+
+def first(head_dim: int, mask: Mask, **changed: Any) -> Spec:
+    """The first kernel that a search would try."""
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask)
+    return next(candidates(replace(problem, **changed)))
+
+
+@fibers
+@pytest.mark.parametrize("mask", [*MASKS, Mask.DENSE], ids=lambda mask: mask.value)
+@pytest.mark.parametrize(
+    ("head_dim", "name"),
+    [
+        (128, ""),
+        (64, ""),
+        (128, "softcap"),
+        (64, "softcap"),
+        (128, "alibi"),
+        (128, "walled"),
+        (64, "relative"),
+        (96, "bias"),
+        (128, "mixed"),
+    ],
+)
+def test_scores(head_dim: int, name: str, mask: Mask, tmp_path: Path) -> None:
+    kernel = None
+    for seed, shape in enumerate(SHAPES):
+        heads = shape.heads_kv * shape.group
+        score, formula = functions(shape.batch, heads, shape.seq_q, shape.seq_k)[name or "softcap"]
+        kernel = kernel or EmulatedBackward(
+            first(head_dim, mask, score=ScoreMod(score.text if name else "")), tmp_path
+        )
+        if name:
+            kernel.score_tensors = score.tensors
+            assert kernel.failure(shape, seed, formula=formula) == ""
+        else:
+            assert kernel.failure(shape, seed) == ""
+
+
+@fibers
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["documents", "heads", "blocks", "window", "nothing"])
+def test_mask_functions(name: str, head_dim: int, tmp_path: Path) -> None:
+    kernels: dict[str, EmulatedBackward] = {}
+    for seed, shape in enumerate(SHAPES):
+        mask = masks.mask_mod(functions_of_masks(shape)[name], shape.seq_q, shape.seq_k, "cpu")
+        if mask.text not in kernels:
+            spec = first(head_dim, Mask.DENSE, mask_mod=MaskMod(mask.text))
+            kernels[mask.text] = EmulatedBackward(spec, tmp_path)
+        assert kernels[mask.text].failure(shape, seed, mask=mask) == ""
+
+
+@fibers
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    """Those of tiles with global tokens, by a function; the pieces' dK and dV are added."""
+    shape = Shape(2600, 300, 0, 1, 1)
+    mask = masks.mask_mod(lambda b, h, i, j: ((i - j).abs() < 40) | (j < 7), shape.seq_q, shape.seq_k, "cpu")
+    kernel = EmulatedBackward(first(128, Mask.DENSE, mask_mod=MaskMod(mask.text)), tmp_path)
+    assert kernel.failure(shape, 0, mask=mask) == ""
+
+
+@fibers
+@pytest.mark.parametrize("planes", [0, 1])
+@pytest.mark.parametrize(("intervals", "head_dim"), [(2, 128), (2, 64), (3, 128), (4, 64), (4, 128)])
+def test_several_intervals(intervals: int, head_dim: int, planes: int, tmp_path: Path) -> None:
+    """Of each key, the same for all heads and batch entries or not."""
+    kernel = EmulatedBackward(first(head_dim, Mask.SPANS, intervals=intervals, planes=planes), tmp_path)
+    draw = torch.Generator().manual_seed(intervals)
+    for seed, shape in enumerate(SHAPES):
+        part = shape.seq_q // intervals
+        size = *((shape.batch, shape.heads_kv) if planes else (1, 1)), intervals, shape.seq_k
+        starts, lengths = (torch.randint(0, part // 2, size, generator=draw, dtype=torch.int32) for _ in "ab")
+        starts += torch.arange(intervals, dtype=torch.int32)[:, None] * part
+        assert kernel.failure(shape, seed, mask=Spans(starts, starts + lengths)) == ""
 
 
 def test_variants() -> None:
