@@ -12,14 +12,14 @@ import torch
 from emulated_backward import EmulatedBackward
 from mask_functions import functions as functions_of_masks
 from oracle import Shape
-from score_oracle import functions
+from score_oracle import functions, learned, wanted
 from spaces import tuned_kinds
 
 from attnforge import Spans, masks
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.space import candidates
+from attnforge.codegen.space import candidates, deterministic_candidates
 from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 fibers = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
@@ -89,6 +89,30 @@ def test_scores(head_dim: int, name: str, mask: Mask, tmp_path: Path) -> None:
             assert kernel.failure(shape, seed, formula=formula) == ""
         else:
             assert kernel.failure(shape, seed) == ""
+
+
+@fibers
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("slopes", Mask.CAUSAL),
+        ("plane", Mask.SPANS),
+        ("table", Mask.FULL),
+        ("buckets", Mask.CAUSAL),
+        ("keys", Mask.SPANS),
+    ],
+)
+def test_gradients_of_tensors(name: str, mask: Mask, deterministic: bool, tmp_path: Path) -> None:
+    """Of those that a score reads, whose gradients are wanted."""
+    shape = Shape(130, 300, 0, 1, 2, 2)
+    score, formula, tensors = learned(shape.batch, 2, shape.seq_q, shape.seq_k)[name]
+    found = score(*tensors)
+    chosen = deterministic_candidates if deterministic else candidates
+    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, 128, mask, score=wanted(found.text))
+    kernel = EmulatedBackward(next(chosen(problem)), tmp_path)
+    kernel.score_tensors = tuple(x.detach() for x in found.tensors)
+    assert kernel.failure(shape, 0, formula=formula, learned=tensors) == ""
 
 
 @fibers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -15,7 +14,7 @@ import pytest
 import torch
 from emulated_backward import EmulatedBackward
 from oracle import Shape, draw, make_mask
-from score_oracle import compare, functions, learned, learned_oracle, oracle
+from score_oracle import compare, functions, learned, learned_oracle, oracle, wanted
 from spaces import part, quickly
 from strict_nvcc import SERIALISED, check_resources, compile_strictly
 from torch import Tensor
@@ -63,11 +62,6 @@ WANTED = {
     "buckets": "buckets(t0: float32[2]): score + t0[h, int(2 * log(1 + float(abs(q_idx - kv_idx))))]",
 }
 TREE = "tree(t0: int32[2], t1: int32[2]): (t0[b, kv_idx] <= t0[b, q_idx]) & (t0[b, q_idx] < t1[b, kv_idx])"
-
-
-def wanted(text: str) -> ScoreMod:
-    """The same with gradients of all its tensors."""
-    return ScoreMod(re.sub(r"(t\d: \w+\[\d\])", r"\1 grad", text))
 
 
 def problem(dims: tuple[int, int], mask: Mask, score: str = "", mask_mod: str = "") -> Problem:

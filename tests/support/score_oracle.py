@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 import attnforge
 from attnforge import scores
+from attnforge.codegen.score import ScoreMod
 from attnforge.runtime.masks import AnyMask
 
 Function = Callable[..., Tensor]
@@ -192,6 +194,11 @@ def learned(
         ),
         "sharpened": (traced, sharpened, [tensor(heads), tensor(batch, seq_q)]),
     }
+
+
+def wanted(text: str) -> ScoreMod:
+    """A formula with gradients of all its tensors."""
+    return ScoreMod(re.sub(r"(t\d: \w+\[\d\])", r"\1 grad", text))
 
 
 def learned_oracle(
