@@ -71,26 +71,24 @@ class ScoreMod(Formula):
     @cached_property
     def moved(self) -> tuple[Node, ...]:
         """The values that depend on the score."""
-        return tuple(node for node, moves in zip(self.parsed[0].nodes, self._moves, strict=True) if moves)
+        return tuple(
+            node for node, moves in zip(self.parsed[0].nodes, self._depends_on("score"), strict=True) if moves
+        )
 
-    @cached_property
-    def _moves(self) -> list[bool]:
-        """Does a value, by its number, depend on the score?"""
-        moves: list[bool] = []
+    def _depends_on(self, *leaves: str) -> list[bool]:
+        """Does a value, by its number, depend on one of these arguments?"""
+        found: list[bool] = []
         for node in self.parsed[0].nodes:
-            moves.append(node.value == "score" if node.op == "leaf" else any(moves[i] for i in node.args))
-        return moves
+            found.append(node.value in leaves if node.op == "leaf" else any(found[i] for i in node.args))
+        return found
 
     @cached_property
     def reads_by_pair(self) -> bool:
         """Does it depend on the query or the key which element of a captured tensor is read?"""
-        by_pair: list[bool] = []
-        for node in self.parsed[0].nodes if self else ():
-            leaf = node.op == "leaf" and node.value in ("q_idx", "kv_idx")
-            by_pair.append(leaf or any(by_pair[i] for i in node.args))
-            if by_pair[-1] and node.op.startswith("load:"):
-                return True
-        return False
+        if not self:
+            return False
+        by_pair = zip(self.parsed[0].nodes, self._depends_on("q_idx", "kv_idx"), strict=True)
+        return any(node.op.startswith("load:") and depends for node, depends in by_pair)
 
     @property
     def adds(self) -> bool:
@@ -110,8 +108,8 @@ class ScoreMod(Formula):
         """
         if self.lines is not None or not (self and self.steps):
             return self.lines is not None
-        added = added_terms(*self.parsed)
-        return added is not None and not any(self._moves[x] for _, x in added)
+        added, moves = added_terms(*self.parsed), self._depends_on("score")
+        return added is not None and not any(moves[x] for _, x in added)
 
     @cached_property
     def slope_is_finite(self) -> bool:

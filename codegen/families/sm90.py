@@ -261,7 +261,7 @@ def _shared(spec: Spec, t: Sm90Forward, row_groups: int, roomy: bool) -> tuple[i
     q_bytes, k_bytes, v_bytes = t.tile_m * max(row, row_v), t.tile_n * row, t.tile_n * row_v
     require_tiles(64 * row, k_bytes, v_bytes)
     bounds = t.stages * t.tile_n * 8 * spec.problem.intervals if mask is Mask.SPANS else 0
-    numbers = t.tile_n * 32 if _slope_product(spec.problem) else 0
+    numbers = t.tile_n * 16 * 2 if _slope_product(spec.problem) else 0
     # Two barriers a buffer.
     shared = t.stages * (k_bytes + 2 * 8) + (t.stages_v or t.stages) * (v_bytes + 2 * 8) + bounds + numbers
     # Q of the next work tile should arrive before O of this one is stored. Two buffers of Q allow that, or else a

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from emulated_backward import EmulatedBackward
 from mask_functions import functions as functions_of_masks
-from oracle import Shape
+from oracle import Shape, unions
 from score_oracle import functions, learned, wanted
-from spaces import tuned_kinds
+from spaces import first_hopper, tuned_kinds
 
-from attnforge import Spans, masks
+from attnforge import masks
 from attnforge.codegen.families.sm90_backward import Sm90Backward
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
@@ -43,6 +41,7 @@ VARIANTS = [
     for spec in tuned_kinds(Direction.BACKWARD, Sm90Backward, kind_of)
     if spec.problem.mask in MASKS and not spec.problem.dim_v
 ]
+first = partial(first_hopper, Direction.BACKWARD)
 
 
 @fibers
@@ -54,10 +53,13 @@ def test_gradients(spec: Spec, tmp_path: Path) -> None:
         assert kernel.failure(shape, seed) == ""
 
 
-def first(head_dim: int, mask: Mask, **changed: Any) -> Spec:
-    """The first kernel that a search would try."""
-    problem = Problem(Direction.BACKWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask)
-    return next(candidates(replace(problem, **changed)))
+@fibers
+@pytest.mark.parametrize("mask", [*MASKS, Mask.DENSE], ids=lambda mask: mask.value)
+@pytest.mark.parametrize("head_dim", OF_ALL)
+def test_first_choices(head_dim: int, mask: Mask, tmp_path: Path) -> None:
+    kernel = EmulatedBackward(first(head_dim, mask), tmp_path)
+    for seed, shape in enumerate(SHAPES):
+        assert kernel.failure(shape, seed) == ""
 
 
 @fibers
@@ -65,8 +67,6 @@ def first(head_dim: int, mask: Mask, **changed: Any) -> Spec:
 @pytest.mark.parametrize(
     ("head_dim", "name"),
     [
-        (128, ""),
-        (64, ""),
         (128, "softcap"),
         (64, "softcap"),
         (128, "alibi"),
@@ -80,15 +80,10 @@ def test_scores(head_dim: int, name: str, mask: Mask, tmp_path: Path) -> None:
     kernel = None
     for seed, shape in enumerate(SHAPES):
         heads = shape.heads_kv * shape.group
-        score, formula = functions(shape.batch, heads, shape.seq_q, shape.seq_k)[name or "softcap"]
-        kernel = kernel or EmulatedBackward(
-            first(head_dim, mask, score=ScoreMod(score.text if name else "")), tmp_path
-        )
-        if name:
-            kernel.score_tensors = score.tensors
-            assert kernel.failure(shape, seed, formula=formula) == ""
-        else:
-            assert kernel.failure(shape, seed) == ""
+        score, formula = functions(shape.batch, heads, shape.seq_q, shape.seq_k)[name]
+        kernel = kernel or EmulatedBackward(first(head_dim, mask, score=ScoreMod(score.text)), tmp_path)
+        kernel.score_tensors = score.tensors
+        assert kernel.failure(shape, seed, formula=formula) == ""
 
 
 @fibers
@@ -143,13 +138,10 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
 def test_several_intervals(intervals: int, head_dim: int, planes: int, tmp_path: Path) -> None:
     """Of each key, the same for all heads and batch entries or not."""
     kernel = EmulatedBackward(first(head_dim, Mask.SPANS, intervals=intervals, planes=planes), tmp_path)
-    draw = torch.Generator().manual_seed(intervals)
     for seed, shape in enumerate(SHAPES):
-        part = shape.seq_q // intervals
-        size = *((shape.batch, shape.heads_kv) if planes else (1, 1)), intervals, shape.seq_k
-        starts, lengths = (torch.randint(0, part // 2, size, generator=draw, dtype=torch.int32) for _ in "ab")
-        starts += torch.arange(intervals, dtype=torch.int32)[:, None] * part
-        assert kernel.failure(shape, seed, mask=Spans(starts, starts + lengths)) == ""
+        of_planes = (shape.batch, shape.heads_kv) if planes else (1, 1)
+        mask = unions(shape.seq_q, shape.seq_k, intervals, "cpu", of_planes, seed)
+        assert kernel.failure(shape, seed, mask=mask) == ""
 
 
 def test_variants() -> None:

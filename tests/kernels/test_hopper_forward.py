@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from emulated_forward import EmulatedForward
 from mask_functions import functions as functions_of_masks
-from oracle import Shape
+from oracle import Shape, unions
 from score_oracle import functions
-from spaces import tuned_kinds
+from spaces import first_hopper, tuned_kinds
 
-from attnforge import Spans, masks
+from attnforge import masks
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
+from attnforge.codegen.spec import Direction, Mask, Spec
 
 fibers = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 # More work tiles than blocks, and last tiles that are not full; rows that see nothing.
@@ -39,12 +36,7 @@ def kind_of(spec: Spec) -> tuple[tuple[int, int], Mask, int, bool, bool]:
 
 
 VARIANTS = tuned_kinds(Direction.FORWARD, Sm90Forward, kind_of)
-
-
-def first(head_dim: int, mask: Mask, **changed: Any) -> Spec:
-    """The first kernel that a search would try."""
-    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask)
-    return next(candidates(replace(problem, **changed)))
+first = partial(first_hopper, Direction.FORWARD)
 
 
 @fibers
@@ -106,13 +98,10 @@ def test_mask_functions(name: str, head_dim: int, tmp_path: Path) -> None:
 def test_several_intervals(intervals: int, head_dim: int, planes: int, tmp_path: Path) -> None:
     """Of each key, the same for all heads and batch entries or not."""
     kernel = EmulatedForward(first(head_dim, Mask.SPANS, intervals=intervals, planes=planes), tmp_path)
-    draw = torch.Generator().manual_seed(intervals)
     for seed, shape in enumerate(SHAPES):
-        part = shape.seq_q // intervals
-        size = *((shape.batch, shape.heads_kv) if planes else (1, 1)), intervals, shape.seq_k
-        starts, lengths = (torch.randint(0, part // 2, size, generator=draw, dtype=torch.int32) for _ in "ab")
-        starts += torch.arange(intervals, dtype=torch.int32)[:, None] * part
-        assert kernel.failure(shape, seed, mask=Spans(starts, starts + lengths)) == ""
+        of_planes = (shape.batch, shape.heads_kv) if planes else (1, 1)
+        mask = unions(shape.seq_q, shape.seq_k, intervals, "cpu", of_planes, seed)
+        assert kernel.failure(shape, seed, mask=mask) == ""
 
 
 def test_variants() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import replace
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from attnforge.codegen.space import candidates
-from attnforge.codegen.spec import Arch, Direction, DType, Problem, Spec, Tuning
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec, Tuning
 from attnforge.runtime.search.winners import tuned_specs
 
 Case = TypeVar("Case")
@@ -29,6 +30,12 @@ def sample(problem: Problem, first: int = 600, every: int = 97) -> Iterator[Spec
         return number < first or number % every == 0
 
     return candidates(problem, taken)
+
+
+def first_hopper(direction: Direction, head_dim: int, mask: Mask, **changed: Any) -> Spec:
+    """The first of Hopper's bf16 kernels that a search would try; `changed` are other fields of its problem."""
+    problem = Problem(direction, Arch.SM90A, DType.BFLOAT16, head_dim, mask)
+    return next(candidates(replace(problem, **changed)))
 
 
 def tuned_kinds(
