@@ -40,6 +40,7 @@ class Launch:
     overlaps: bool = False
     clustered: bool = False  # `cluster_size` consecutive blocks are a cluster
     per_tile: int = 1  # blocks that share a tile: the grid is so many times the product
+    paired: bool = False  # two consecutive blocks are a cluster, as the kernel says: their number is even
 
 
 @dataclass(frozen=True)

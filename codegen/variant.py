@@ -129,6 +129,7 @@ LAUNCH: tuple[Field, ...] = (
     _same("bool", "overlaps", "may start before the launch before it has ended, if the driver can do so"),
     _same("bool", "clustered", "`cluster_size` consecutive blocks are a cluster"),
     _same("int64_t", "per_tile", "blocks that share a tile: the grid is so many times the product"),
+    _same("bool", "paired", "two consecutive blocks are a cluster, as the kernel says: their number is even"),
 )
 # Of a codegen.plan.TensorMap.
 TENSOR_MAP: tuple[Field, ...] = (

@@ -80,6 +80,9 @@ class Sm90Forward(Tuning):
     k_ahead: bool = knob(
         "a", "K of the next visit is loaded before V of this one, not behind it", False, quiet=True
     )
+    multicast: bool = knob(
+        "c", "two blocks that visit the same key tiles load K and V once for both", False, quiet=True
+    )
     splits: int = knob(
         "t",
         "1: for few queries: blocks split the keys, and the q heads of a kv head are rows of one tile",
@@ -106,6 +109,8 @@ def plan(spec: Spec) -> Plan:
             f"score: reads {len(p.score.tensors)} tensors, whose addresses do not fit in the registers of {consumers} "
             "consumer warpgroups; set tile_m to 128 or less"
         )
+    if t.multicast and (consumers == 1 or p.mask.listed):
+        raise Infeasible("multicast: needs tile_m of 128 or 192, and a mask without lists of tiles")
     return _forward(spec, t, consumers)
 
 
@@ -121,6 +126,8 @@ def _require_knobs(t: Sm90Forward) -> None:
     require_forward_knobs(t.stages, t.stages_v, t.exact_visits)
     if t.k_ahead and t.stages < 2:
         raise Infeasible("k_ahead: needs two buffers of K")
+    if t.multicast and (not t.persistent or t.dynamic or t.k_ahead or t.stages_v or t.splits):
+        raise Infeasible("multicast: needs persistent, without dynamic, k_ahead, stages_v and splits")
     if not 0 <= t.splits <= 1:
         raise Infeasible(f"splits {t.splits}: must be 0 or 1")
     require_sections(t.heads_together, t.cache_mb)
@@ -215,7 +222,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
     # Long lists of visits are cut with functions, of which global tokens are typical; it takes a second launch.
     cut, words = bool(p.mask_mod), slot_words(p, t.tile_m, t.tile_n)
     grid = ("blocks_m" if cut else "tiles_m", "batch", "heads_q")
-    launches = [Launch(spec.symbol, grid, threads, shared, t.persistent)]
+    launches = [Launch(spec.symbol, grid, threads, shared, t.persistent, paired=t.multicast)]
     if cut:
         launches.append(Launch(f"{spec.symbol}_combine", ("tiles_m", "batch", "heads_q"), 128 * consumers))
     return Plan(
@@ -245,6 +252,7 @@ def _forward(spec: Spec, t: Sm90Forward, consumers: int) -> Plan:
             "broadcast": broadcast,
             "hidden": _hidden(t),
             "slope_product": _slope_product(p),
+            "multicast": t.multicast,
             "producer_registers": producer_registers,
             "consumer_registers": consumer_registers,
         },
@@ -316,8 +324,8 @@ def _forward_maps(t: Sm90Forward, p: Problem) -> tuple[TensorMap, ...]:
     whole = _in_one_copy(p)
     tiles = (
         ("q", panels, t.tile_m, whole),
-        ("k", panels, t.tile_n, whole),
-        ("v", panels_v, t.tile_n, whole),
+        ("k", panels, t.tile_n, whole and not t.multicast),
+        ("v", panels_v, t.tile_n, whole and not t.multicast),
         ("out", panels_v, 64, False),
     )
     return sum((_tensor_maps(*tile) for tile in (tiles[1:3] if t.splits else tiles)), ())
@@ -495,6 +503,8 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
     """The rest of the space: tiles that may win, persistent, with all buffers and the values of the later knobs."""
     wide = LONG_TILES if problem.largest_dim > 128 else WIDE_TILES
     tiles = NARROW_TILES if problem.head_dim <= 96 else wide
+    if problem.largest_dim >= 128 and not problem.mask.listed:
+        yield from _multicast(problem, tiles)
     yield from _later_knobs(problem, tiles, ((3, 0, False), (2, 0, False), (4, 0, False)))
     if problem.largest_dim > 128:
         # Buffers of K, more of V than of K, and K loaded a visit ahead.
@@ -503,6 +513,15 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
     if problem.largest_dim > 128 and not problem.mask.listed:  # with lists it spills
         narrow = (3, 0, False), (2, 0, False), (3, 0, True), (2, 0, True), (3, 4, False), (2, 3, False)
         yield from _later_knobs(problem, [(192, 48)], narrow)
+
+
+def _multicast(problem: Problem, tiles: Sequence[tuple[int, int]]) -> Iterator[Sm90Forward]:
+    """Pairs of blocks that share K and V, which saves power: it pays at the limit of power only, that is in long calls."""
+    for tuning in _later_knobs(problem, tiles, ((3, 0, False), (2, 0, False))):
+        if not tuning.dynamic and tuning.exact_visits and not tuning.heads_together and tuning.cache_mb > 8:
+            paired = replace(tuning, multicast=True)
+            if is_feasible(problem, paired, plan):
+                yield paired
 
 
 def _later_knobs(

@@ -74,10 +74,11 @@ inline unsigned blocks_of(const Launch& launch, const Params& params, int multip
     for (const auto size : launch.sizes) {
         blocks *= params.*size;
     }
+    blocks += launch.paired ? blocks % 2 : 0;
     TORCH_CHECK_VALUE(blocks < (int64_t{1} << 31), "attnforge: ", launch.symbol, " would need ", blocks,
                       " blocks, more than a grid can hold; split the batch");
     if (launch.persistent) {
-        blocks = std::min<int64_t>(blocks, multiprocessors);
+        blocks = std::min<int64_t>(blocks, launch.paired ? multiprocessors / 2 * 2 : multiprocessors);
     }
     return static_cast<unsigned>(blocks);
 }

@@ -56,8 +56,9 @@ class EmulatedForward:
         results = tables.get("out_accum")
         size = 0 if results is None else results.numel()
         self.library.prepare(seed, change, ctypes.c_void_p(p.out_accum), ctypes.c_long(size))
-        size = p.cluster_size if launch.clustered else launch.per_tile
+        size = p.cluster_size if launch.clustered else 2 if launch.paired else launch.per_tile
         clusters = math.prod(getattr(p, name) for name in launch.grid if name != "cluster_size")
+        clusters = (clusters + 1) // 2 if launch.paired else clusters
         clusters = min(clusters, BLOCKS) if self.persistent else clusters
         sizes = clusters, size, launch.threads, launch.shared_bytes
         said = self.library.run_main(ctypes.byref(p), ctypes.c_void_p(first), *sizes).decode()

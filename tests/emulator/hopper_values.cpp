@@ -438,19 +438,29 @@ static void require_fence(unsigned address) {  // of this thread, since 16 bytes
 }
 // Where 16 bytes at this address are, in rows of 128, 64 or 32 bytes.
 static unsigned swizzled(unsigned address, unsigned row) { return address ^ (address >> 7 & (row / 16 - 1)) << 4; }
-void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
-              int batch) {
-    unsigned char* memory = memory_of(current->block);
+static void copy_box(int block, unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel,
+                     int head, int batch) {
+    unsigned char* memory = memory_of(block);
     const int bytes = map.words[5] * map.words[6] * map.words[7] * 2;
     const unsigned width = map.words[5] * 2;
     shared_at(dst + bytes - 16, 16);
     std::memset(memory + dst, 0xff, bytes);
-    blocks[current->block].copies.insert({barrier, {[=, &map] {
+    blocks[block].copies.insert({barrier, {[=, &map] {
         each_chunk(map, column, row, panel, head, batch, [=](unsigned place, const unsigned short* from) {
             unsigned char* to = memory + swizzled(dst + place, width);
             from ? std::memcpy(to, from, 16) : std::memset(to, 0, 16);
         });
     }, bytes}});
+}
+void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
+              int batch) {
+    copy_box(current->block, dst, map, barrier, column, row, panel, head, batch);
+}
+void tma_multicast(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
+                   int batch) {
+    for (int rank = 0; rank < 2; ++rank) {
+        copy_box(block_of_rank(rank), dst, map, barrier, column, row, panel, head, batch);
+    }
 }
 void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch) {
     each_chunk(map, column, row, panel, head, batch, [=, &map](unsigned place, unsigned short* to) {

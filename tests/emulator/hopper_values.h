@@ -73,6 +73,11 @@ void cluster_sync();
 void named_sync(int id, int threads);
 void named_arrive(int id, int threads);
 #include "conditional.h"
+static inline void barrier_arrive_there_if(bool condition, unsigned barrier) {
+    if (condition) {
+        barrier_arrive_at(barrier, block_rank() ^ 1);
+    }
+}
 static inline void prefetch_map(const void*) {}
 void proxy_fence();
 void griddepcontrol_wait();  // before semaphores
@@ -89,6 +94,8 @@ void cp_async(unsigned dst, const void* src, bool inside);
 void cp_async_wait();  // what this thread has started is copied, as late as this
 void tma_load(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
               int batch);
+void tma_multicast(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row, int panel, int head,
+                   int batch);  // to both blocks of a cluster
 void tma_store(const TensorMap& map, unsigned src, int column, int row, int panel, int head, int batch);
 void bulk_load(unsigned dst, const void* src, int bytes, unsigned barrier);
 void bulk_send(unsigned dst, unsigned src, int bytes, unsigned barrier, unsigned block_rank);

@@ -17,7 +17,7 @@ from attnforge import masks
 from attnforge.codegen.families.sm90 import Sm90Forward
 from attnforge.codegen.mask_function import MaskMod
 from attnforge.codegen.score import ScoreMod
-from attnforge.codegen.spec import Direction, Mask, Spec
+from attnforge.codegen.spec import Arch, Direction, DType, Mask, Problem, Spec
 
 fibers = pytest.mark.skipif(platform.machine() != "x86_64", reason="fibers as on x86-64")
 # More work tiles than blocks, and last tiles that are not full; rows that see nothing.
@@ -104,6 +104,43 @@ def test_several_intervals(intervals: int, head_dim: int, planes: int, tmp_path:
         assert kernel.failure(shape, seed, mask=mask) == ""
 
 
+# (head_dim, head_dim of V, mask, tile_m, tile_n, stages) of pairs of blocks that load for each other
+PAIRS = [
+    (128, 0, Mask.FULL, 192, 80, 3),
+    (128, 0, Mask.CAUSAL, 192, 80, 3),
+    (128, 0, Mask.CAUSAL, 128, 128, 2),
+    (64, 0, Mask.FULL, 192, 128, 2),
+    (72, 0, Mask.CAUSAL, 192, 96, 3),
+    (192, 0, Mask.FULL, 128, 96, 2),
+    (192, 128, Mask.CAUSAL, 192, 64, 3),
+    (256, 0, Mask.FULL, 128, 64, 2),
+]
+# Even and odd groups, odd numbers of tiles and of work tiles, fewer and more than blocks; more queries than keys.
+PAIRED = (
+    *SHAPES,
+    Shape(700, 300, 0, 1, 7),
+    Shape(400, 400, 0, 1, 1),
+    Shape(100, 600, 0, 1, 3),
+    Shape(900, 200, 0, 1, 2),
+)
+
+
+def paired(
+    head_dim: int, dim_v: int, mask: Mask, tile_m: int, tile_n: int, stages: int, ping_pong: bool
+) -> Spec:
+    problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, dim_v=dim_v)
+    return Spec(problem, Sm90Forward(tile_m, tile_n, stages, ping_pong, True, False, False, multicast=True))
+
+
+@fibers
+@pytest.mark.parametrize("ping_pong", [False, True])
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_pairs_of_blocks(case: tuple[int, int, Mask, int, int, int], ping_pong: bool, tmp_path: Path) -> None:
+    kernel = EmulatedForward(paired(*case, ping_pong), tmp_path)
+    for seed, shape in enumerate(PAIRED):
+        assert kernel.failure(shape, seed) == ""
+
+
 def test_variants() -> None:
     """The kinds of kernels that BAGEL runs are among them."""
     kinds = {kind_of(spec) for spec in VARIANTS}
@@ -138,6 +175,25 @@ def test_breaks_are_noticed(tmp_path: Path) -> None:
     assert all(kernel.failure(shape, seed) == "" for shape in shapes for seed in range(2))
     for number, name in enumerate(BREAKS, 1):
         assert any(kernel.failure(shape, seed, number) for seed in range(10) for shape in shapes), name
+
+
+# The same for pairs of blocks.
+BREAKS_OF_PAIRS = {
+    "the other block's barriers used before they are there": "cluster_sync();  // the barriers of the other block",
+    "a block leaves before the other one": "cluster_sync();  // until now the other block",
+    "no release in the other block": "barrier_arrive_there_if(",
+    "no release in this block": "barrier_arrive_if(condition, barrier);",
+    "a panel is not loaded": "tma_multicast(at, map,",
+}
+
+
+@fibers
+@pytest.mark.parametrize("case", PAIRS[:2], ids=str)
+def test_breaks_of_pairs_are_noticed(case: tuple[int, int, Mask, int, int, int], tmp_path: Path) -> None:
+    kernel = EmulatedForward(paired(*case, True), tmp_path, BREAKS_OF_PAIRS)
+    assert all(kernel.failure(shape, seed) == "" for seed, shape in enumerate(PAIRED))
+    for number, name in enumerate(BREAKS_OF_PAIRS, 1):
+        assert any(kernel.failure(shape, seed, number) for seed in range(3) for shape in PAIRED[:2]), name
 
 
 # The same for a score that adds lines.

@@ -59,6 +59,37 @@ def test_forward(mask: Mask, tuning: Sm90Forward, tmp_path: Path) -> None:
             assert ranks.tolist() == [rank for rank, _, _ in places], name
 
 
+@pytest.mark.parametrize("tile_m", [128, 192])
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL], ids=lambda mask: mask.value)
+def test_pairs_of_blocks(mask: Mask, tile_m: int, tmp_path: Path) -> None:
+    """Blocks of a cluster take the pieces of a pair in the same round: those that their multicasts take for granted."""
+    tuning = Sm90Forward(tile_m, 64, 2, True, True, False, False, multicast=True)
+    order = order_of(mask, tuning, tmp_path)
+    sizes = "1x4096", "3x8192", "9x5000", "2x300", "1x100"
+    for size, heads in product(sizes, ("28/4/128", "32/8/128", "3/3/128")):
+        case = make_case(f"{mask.value}/{size}", heads, DType.BFLOAT16, torch.device("cpu"))
+        places = order.places(case)
+        assert sorted(places) == every_piece(case, order)
+        whole = case.seq_q // tile_m // 2 * 2 * case.heads_q * case.batch
+        group = case.heads_q // case.heads_kv
+        paired = whole if mask is Mask.FULL else len(places) if group % 2 == 0 else 0
+        for (rank, head, batch), (other, head_there, batch_there) in zip(
+            places[:paired:2], places[1:paired:2], strict=True
+        ):
+            assert batch == batch_there
+            if mask is Mask.FULL:
+                assert (rank % 2, other, head_there) == (0, rank + 1, head)
+            else:
+                assert (other, head_there // group, head_there) == (rank, head // group, head + 1)
+        taken = [order.rounds(case, block, 132) for block in range(132)]
+        assert sorted(index for block in taken for index in block if index < len(places)) == [
+            *range(len(places))
+        ]
+        for first, second in zip(taken[::2], taken[1::2], strict=True):
+            assert [index + 1 for index in first][: len(second)] == second
+            assert len(first) - len(second) in ((0,) if paired else (0, 1))
+
+
 @pytest.mark.parametrize(("pack", "heads"), ALONE, ids=str)
 @pytest.mark.parametrize("tile_m", [128, 192])
 def test_causal_rounds_are_even(pack: str, heads: str, tile_m: int, tmp_path: Path) -> None:

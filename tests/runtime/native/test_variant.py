@@ -109,6 +109,9 @@ def test_a_wrong_field_is_named(program: Path, old: str, new: str, said: str) ->
         (("tiles_m", "heads_q"), {"persistent": True}, 9),
         (("tiles_n",), {"persistent": True}, 3),
         (("tiles_m", "heads_q"), {"per_tile": 2}, 70),
+        (("tiles_m", "heads_q"), {"paired": True}, 36),
+        (("tiles_m", "heads_q"), {"paired": True, "persistent": True}, 8),
+        (("tiles_n",), {"paired": True, "persistent": True}, 4),
     ],
 )
 def test_grids(program: Path, grid: tuple[str, ...], sizes: dict[str, int], blocks: int) -> None:
