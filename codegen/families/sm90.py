@@ -516,7 +516,7 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
 
 
 def _multicast(problem: Problem, tiles: Sequence[tuple[int, int]]) -> Iterator[Sm90Forward]:
-    """Pairs of blocks that share K and V, which saves power: it pays at the limit of power only, that is in long calls."""
+    """Pairs of blocks that load for each other. That saves power, so it is for long calls, which are limited by it."""
     for tuning in _later_knobs(problem, tiles, ((3, 0, False), (2, 0, False))):
         if not tuning.dynamic and tuning.exact_visits and not tuning.heads_together and tuning.cache_mb > 8:
             paired = replace(tuning, multicast=True)
