@@ -126,8 +126,8 @@ def _require_knobs(t: Sm90Forward) -> None:
     require_forward_knobs(t.stages, t.stages_v, t.exact_visits)
     if t.k_ahead and t.stages < 2:
         raise Infeasible("k_ahead: needs two buffers of K")
-    if t.multicast and (not t.persistent or t.dynamic or t.k_ahead or t.stages_v or t.splits):
-        raise Infeasible("multicast: needs persistent, without dynamic, k_ahead, stages_v and splits")
+    if t.multicast and (not t.persistent or t.dynamic or t.splits):
+        raise Infeasible("multicast: needs persistent, without dynamic and splits")
     if not 0 <= t.splits <= 1:
         raise Infeasible(f"splits {t.splits}: must be 0 or 1")
     require_sections(t.heads_together, t.cache_mb)
@@ -517,8 +517,9 @@ def _wider(problem: Problem) -> Iterator[Sm90Forward]:
 
 def _multicast(problem: Problem, tiles: Sequence[tuple[int, int]]) -> Iterator[Sm90Forward]:
     """Pairs of blocks that load for each other. That saves power, so it is for long calls, which are limited by it."""
-    for tuning in _later_knobs(problem, tiles, ((3, 0, False), (2, 0, False))):
-        if not tuning.dynamic and tuning.exact_visits and not tuning.heads_together and tuning.cache_mb > 8:
+    loads = (3, 0, False), (2, 0, False), (2, 0, True)
+    for tuning in _later_knobs(problem, tiles, loads if problem.largest_dim > 128 else loads[:2]):
+        if not tuning.dynamic and tuning.exact_visits and not tuning.heads_together:
             paired = replace(tuning, multicast=True)
             if is_feasible(problem, paired, plan):
                 yield paired

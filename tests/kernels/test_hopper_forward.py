@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from emulated_forward import EmulatedForward
@@ -104,16 +106,20 @@ def test_several_intervals(intervals: int, head_dim: int, planes: int, tmp_path:
         assert kernel.failure(shape, seed, mask=mask) == ""
 
 
-# (head_dim, head_dim of V, mask, tile_m, tile_n, stages) of pairs of blocks that load for each other
-PAIRS = [
-    (128, 0, Mask.FULL, 192, 80, 3),
-    (128, 0, Mask.CAUSAL, 192, 80, 3),
-    (128, 0, Mask.CAUSAL, 128, 128, 2),
-    (64, 0, Mask.FULL, 192, 128, 2),
-    (72, 0, Mask.CAUSAL, 192, 96, 3),
-    (192, 0, Mask.FULL, 128, 96, 2),
-    (192, 128, Mask.CAUSAL, 192, 64, 3),
-    (256, 0, Mask.FULL, 128, 64, 2),
+# (head_dim, head_dim of V, mask, knobs) of pairs of blocks that load for each other
+PAIRS: list[tuple[int, int, Mask, dict[str, Any]]] = [
+    (128, 0, Mask.FULL, {"ping_pong": True}),
+    (128, 0, Mask.CAUSAL, {"ping_pong": True}),
+    (128, 0, Mask.FULL, {}),
+    (128, 0, Mask.CAUSAL, {"tile_m": 128, "tile_n": 128, "stages": 2}),
+    (64, 0, Mask.FULL, {"tile_n": 128, "stages": 2}),
+    (72, 0, Mask.CAUSAL, {"tile_n": 96}),
+    (192, 0, Mask.FULL, {"tile_m": 128, "tile_n": 96, "stages": 2, "ping_pong": True, "hand_over": 2}),
+    (192, 0, Mask.CAUSAL, {"tile_m": 128, "stages": 2, "stages_v": 3}),
+    (192, 128, Mask.CAUSAL, {"tile_n": 64}),
+    (256, 0, Mask.FULL, {"tile_m": 128, "tile_n": 64, "stages": 2}),
+    (256, 0, Mask.FULL, {"tile_m": 128, "tile_n": 64, "stages": 2, "k_ahead": True}),
+    (256, 0, Mask.FULL, {"tile_m": 128, "stages": 2}),
 ]
 # Even and odd groups, odd numbers of tiles and of work tiles, fewer and more than blocks; more queries than keys.
 PAIRED = (
@@ -125,20 +131,32 @@ PAIRED = (
 )
 
 
-def paired(
-    head_dim: int, dim_v: int, mask: Mask, tile_m: int, tile_n: int, stages: int, ping_pong: bool
-) -> Spec:
+def paired(head_dim: int, dim_v: int, mask: Mask, knobs: dict[str, Any]) -> Spec:
     problem = Problem(Direction.FORWARD, Arch.SM90A, DType.BFLOAT16, head_dim, mask, dim_v=dim_v)
-    return Spec(problem, Sm90Forward(tile_m, tile_n, stages, ping_pong, True, False, False, multicast=True))
+    usual = Sm90Forward(192, 80, 3, False, True, False, False, multicast=True)
+    return Spec(problem, replace(usual, **knobs))
 
 
 @fibers
-@pytest.mark.parametrize("ping_pong", [False, True])
 @pytest.mark.parametrize("case", PAIRS, ids=str)
-def test_pairs_of_blocks(case: tuple[int, int, Mask, int, int, int], ping_pong: bool, tmp_path: Path) -> None:
-    kernel = EmulatedForward(paired(*case, ping_pong), tmp_path)
+def test_pairs_of_blocks(case: tuple[int, int, Mask, dict[str, Any]], tmp_path: Path) -> None:
+    kernel = EmulatedForward(paired(*case), tmp_path)
     for seed, shape in enumerate(PAIRED):
         assert kernel.failure(shape, seed) == ""
+
+
+@fibers
+@pytest.mark.parametrize("name", ["softcap", "alibi", "relative"])
+@pytest.mark.parametrize("mask", [Mask.FULL, Mask.CAUSAL], ids=lambda mask: mask.value)
+def test_scores_of_pairs_of_blocks(mask: Mask, name: str, tmp_path: Path) -> None:
+    """Which start from the kernels of plain attention in the tables."""
+    shape = SHAPES[0]
+    score, formula = functions(shape.batch, shape.heads_kv * shape.group, shape.seq_q, shape.seq_k)[name]
+    spec = paired(128, 0, mask, {})
+    spec = replace(spec, problem=replace(spec.problem, score=ScoreMod(score.text)))
+    kernel = EmulatedForward(spec, tmp_path)
+    kernel.score_tensors = score.tensors
+    assert kernel.failure(shape, 0, formula=formula) == ""
 
 
 def test_variants() -> None:
@@ -189,8 +207,8 @@ BREAKS_OF_PAIRS = {
 
 @fibers
 @pytest.mark.parametrize("case", PAIRS[:2], ids=str)
-def test_breaks_of_pairs_are_noticed(case: tuple[int, int, Mask, int, int, int], tmp_path: Path) -> None:
-    kernel = EmulatedForward(paired(*case, True), tmp_path, BREAKS_OF_PAIRS)
+def test_breaks_of_pairs_are_noticed(case: tuple[int, int, Mask, dict[str, Any]], tmp_path: Path) -> None:
+    kernel = EmulatedForward(paired(*case), tmp_path, BREAKS_OF_PAIRS)
     assert all(kernel.failure(shape, seed) == "" for seed, shape in enumerate(PAIRED))
     for number, name in enumerate(BREAKS_OF_PAIRS, 1):
         assert any(kernel.failure(shape, seed, number) for seed in range(3) for shape in PAIRED[:2]), name

@@ -1,8 +1,9 @@
-// attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_b32
+// attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_b32_c1
 // Generated from templates/sm90a/forward.cu.jinja; do not edit.
 // Regenerate: python cli.py render --direction fwd --arch sm90a --dtype bf16 --head-dim 128 --mask full --align 16
 //     --set tile_m=192 --set tile_n=80 --set stages=3 --set ping_pong=0
 //     --set persistent=1 --set dynamic=0 --set q_in_regs=0 --set cache_mb=32
+//     --set multicast=1
 //
 //   tile_m      192   query rows per tile, 64 for each consumer warpgroup
 //   tile_n       80   keys per step of the main loop
@@ -12,8 +13,10 @@
 //   dynamic       0   1: dynamic tile scheduler: a block takes its next work tile from tile_counter
 //   q_in_regs     0   1: keep the fragments of Q in registers
 //   cache_mb     32   MiB of the L2 cache for the operands of a section of heads
+//   multicast     1   1: two blocks that visit the same key tiles load K and V once for both
 //
-// Attention forward. A producer thread loads tiles with TMA; 3 consumer warpgroups multiply them with wgmma.
+// Attention forward. A producer thread loads tiles with TMA, those of K and V for both blocks of a cluster;
+// 3 consumer warpgroups multiply them with wgmma.
 //
 // symbol      shape                 meaning
 //   Q         kTileM x kHeadDim     query tile of a work tile; each consumer warpgroup owns 64 of its rows
@@ -86,6 +89,7 @@ constexpr int kOffsetBarriers = kOffsetBounds;
 // Barriers in shared memory, one of each kind a buffer. Full: the tile has landed, that is the producer has arrived and
 // the bytes that it announced are there. Empty: all consumers have released the buffer. One thread arrives for its
 // warpgroup, after it has waited for a wgmma, which is one operation of all four warps.
+// Those of K and V: in both blocks of the cluster, as each one loads into the buffers of both.
 // Empty Q: O has been stored through the buffer.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
@@ -162,6 +166,13 @@ __device__ __forceinline__ void accumulator_fence(float (&d)[n]) {
     }
 }
 
+// Warp: wait for all warps of the cluster. What they did to shared memory and barriers before is done.
+__device__ __forceinline__ void cluster_sync() {
+    __syncwarp();
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // Thread: arrive if `condition`; no branch, as divergence would make ptxas take the wgmma around it one by one.
 __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barrier) {
     asm volatile(
@@ -169,6 +180,21 @@ __device__ __forceinline__ void barrier_arrive_if(bool condition, unsigned barri
         ".reg .pred p;\n"
         "setp.ne.b32 p, %0, 0;\n"
         "@p mbarrier.arrive.shared::cta.b64 _, [%1];\n"
+        "}" ::"r"(static_cast<int>(condition)), "r"(barrier)
+        : "memory");
+}
+
+// Thread: arrive at the barrier at this place in the other block of the cluster if `condition`, without a branch.
+__device__ __forceinline__ void barrier_arrive_there_if(bool condition, unsigned barrier) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        ".reg .b32 there;\n"
+        "setp.ne.b32 p, %0, 0;\n"
+        "mov.u32 there, %%cluster_ctarank;\n"
+        "xor.b32 there, there, 1;\n"
+        "mapa.shared::cluster.u32 there, %1, there;\n"
+        "@p mbarrier.arrive.shared::cluster.b64 _, [there];\n"
         "}" ::"r"(static_cast<int>(condition)), "r"(barrier)
         : "memory");
 }
@@ -195,6 +221,17 @@ __device__ __forceinline__ void tma_load(unsigned dst, const TensorMap& map, uns
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
         "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch)
+        : "memory");
+}
+
+// Thread: the same to this place in both blocks of the cluster; the bytes count towards the barrier of each.
+__device__ __forceinline__ void tma_multicast(unsigned dst, const TensorMap& map, unsigned barrier, int column, int row,
+                                              int panel, int head, int batch) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst),
+        "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(panel), "r"(head), "r"(batch),
+        "h"(static_cast<unsigned short>(3))  // a bit for each block
         : "memory");
 }
 
@@ -302,13 +339,15 @@ struct Place {
 
 // Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
 // all heads' largest tiles come first, and the q heads that share K and V lie side by side.
-// Last tiles that are not full come after all others.
+// Two tiles of a head follow each other, for the two blocks of a cluster. What is left of each head, a tile without
+// another one or one that is not full, comes after all others.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int heads = p.heads_q;
-    const int whole = p.seq_q / kTileM;
+    const int whole = p.seq_q / kTileM / 2 * 2;
     const int last = index - whole * heads * p.batch;
     if (last >= 0) {
-        return {whole, last % heads, last / heads};
+        const int plane = last % (heads * p.batch);
+        return {whole + last / (heads * p.batch), plane % heads, plane / heads};
     }
     const int together = heads / p.heads_kv;  // q heads with the same K and V
     const long long bytes = 4LL * kHeadDim * p.seq_k;
@@ -318,8 +357,8 @@ __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int first = index / (section * whole) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
     const int rest = index - first * whole;
-    const int plane = first + rest % width;
-    return {rest / width, plane % heads, plane / heads};
+    const int plane = first + rest / 2 % width;
+    return {rest / (2 * width) * 2 + rest % 2, plane % heads, plane / heads};
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
@@ -339,6 +378,21 @@ __device__ __forceinline__ constexpr int step_at(int step, int rows) {
 __device__ __forceinline__ void load_tile(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
                                           int batch, int rows) {
     tma_load(tile, map, barrier, 0, row, 0, head, batch);
+}
+
+// Thread: the same panel by panel. If `shared`, the two blocks of a cluster load the tile together: this one loads
+// every other panel, from `first` on, to both blocks.
+__device__ __forceinline__ void load_panels(unsigned tile, const TensorMap& map, unsigned barrier, int row, int head,
+                                            int batch, int rows, int panels, bool shared, int first) {
+#pragma unroll
+    for (int panel = 0; panel < panels; ++panel) {
+        const unsigned at = tile + panel * rows * kSwizzleBytes;
+        if (!shared) {
+            tma_load(at, map, barrier, panel * kColumns, row, 0, head, batch);
+        } else if (panel % 2 == first) {
+            tma_multicast(at, map, barrier, panel * kColumns, row, 0, head, batch);
+        }
+    }
 }
 
 // Descriptor of the rows from `row` on of a tile of `rows` rows, whether wgmma sums over columns or over rows (over
@@ -441,12 +495,18 @@ __device__ __forceinline__ int count_work(const Params& p) {
     return p.tiles_m * p.heads_q * p.batch;
 }
 
-// The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
-// work tile every time.
+// Pairs of tiles of the same head, whose numbers come first.
+__device__ __forceinline__ int count_pairs(const Params& p) { return p.seq_q / kTileM / 2 * p.heads_q * p.batch; }
+
+// The work of this block in round `round`, or -1. The two blocks of a cluster have consecutive numbers. Rounds
+// alternate direction, so that no cluster gets the larger work tiles every time.
+// The last number may be one too many: a tile behind all others, without rows.
 __device__ __forceinline__ int work_index(const Params& p, int round) {
-    const int total = count_work(p);
-    const int index = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    return index < total ? index : -1;
+    const int clusters = gridDim.x / 2;
+    const int cluster = blockIdx.x / 2;
+    const int first = (round * clusters + (round & 1 ? clusters - 1 - cluster : cluster)) * 2;
+    const int index = first + static_cast<int>(blockIdx.x % 2);
+    return first < count_work(p) ? index : -1;
 }
 
 // The first query row of a work tile.
@@ -593,18 +653,18 @@ struct Producer {
         q_pipe.advance();
     }
 
-    __device__ __forceinline__ void load_k(int key0, int head_kv, int batch) const {
+    __device__ __forceinline__ void load_k(int key0, int head_kv, int batch, bool shared) const {
         barrier_wait(smem + kEmptyK + kv_pipe.stage * 8, kv_pipe.phase ^ 1);
         barrier_expect(smem + kFullK + kv_pipe.stage * 8, kTileBytesN);
-        load_tile(smem + kOffsetK + kv_pipe.stage * kTileBytesN, maps.k, smem + kFullK + kv_pipe.stage * 8, key0,
-                  head_kv, batch, kTileN);
+        load_panels(smem + kOffsetK + kv_pipe.stage * kTileBytesN, maps.k, smem + kFullK + kv_pipe.stage * 8, key0,
+                    head_kv, batch, kTileN, kPanels, shared, blockIdx.x % 2);
     }
 
-    __device__ __forceinline__ void load_v(int key0, int head_kv, int batch) {
+    __device__ __forceinline__ void load_v(int key0, int head_kv, int batch, bool shared) {
         barrier_wait(smem + kEmptyV + kv_pipe.stage * 8, kv_pipe.phase ^ 1);
         barrier_expect(smem + kFullV + kv_pipe.stage * 8, kTileBytesN);
-        load_tile(smem + kOffsetV + kv_pipe.stage * kTileBytesN, maps.v, smem + kFullV + kv_pipe.stage * 8, key0,
-                  head_kv, batch, kTileN);
+        load_panels(smem + kOffsetV + kv_pipe.stage * kTileBytesN, maps.v, smem + kFullV + kv_pipe.stage * 8, key0,
+                    head_kv, batch, kTileN, kPanels, shared, blockIdx.x % 2 ^ 1);
         kv_pipe.advance();
     }
 
@@ -625,6 +685,7 @@ struct Producer {
     __device__ __forceinline__ void run() {
         for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
             const Work work = work_at(p, index);
+            const bool shared = index < count_pairs(p) * 2;
             const int head_kv = work.head / (p.heads_q / p.heads_kv);
             const int count = visits_of(p, work);
             if (count == 0) {
@@ -640,8 +701,8 @@ struct Producer {
                 if (i + 1 < count) {
                     entry = visit_of(p, work, i + 1);
                 }
-                load_k(key0, head_kv, work.batch);
-                load_v(key0, head_kv, work.batch);
+                load_k(key0, head_kv, work.batch, shared);
+                load_v(key0, head_kv, work.batch, shared);
             }
         }
         wait_empty_q();
@@ -774,12 +835,12 @@ struct Consumer {
         barrier_wait(smem + kFullV + v_pipe.stage * 8, v_pipe.phase);
     }
 
-    // Arrive at an empty barrier of K or V for the warpgroup.
-    __device__ __forceinline__ void release(unsigned barrier) const {
-        if (leader) {
-            barrier_arrive(barrier);
-        }
+    // If `condition`: arrive at an empty barrier of K or V for the warpgroup, in both blocks.
+    __device__ __forceinline__ void release_if(bool condition, unsigned barrier) const {
+        barrier_arrive_if(condition, barrier);
+        barrier_arrive_there_if(condition, barrier);
     }
+    __device__ __forceinline__ void release(unsigned barrier) const { release_if(leader, barrier); }
 
     // If `stored`: release the buffer of Q once O has been stored through it.
     __device__ __forceinline__ void release_q(unsigned stage, bool stored) const {
@@ -841,10 +902,10 @@ struct Consumer {
         for (int i = 0; i < count; ++i) {
             wait_k();  // to arrive earlier would count for the visit before
             named_sync(kWarpgroupBarrier + warpgroup, 128);  // all warps have seen this phase: it may end
-            barrier_arrive_if(threadIdx.x % 128 == 0, smem + kEmptyK + kv_pipe.stage * 8);
+            release_if(threadIdx.x % 128 == 0, smem + kEmptyK + kv_pipe.stage * 8);
             wait_v(kv_pipe);
             named_sync(kWarpgroupBarrier + warpgroup, 128);
-            barrier_arrive_if(leader, smem + kEmptyV + kv_pipe.stage * 8);
+            release_if(leader, smem + kEmptyV + kv_pipe.stage * 8);
             kv_pipe.advance();
         }
     }
@@ -954,8 +1015,9 @@ struct Consumer {
 // ---- Kernel --------------------------------------------------------------------------------------------------------
 
 // Grid: tiles_m x batch x heads_q work tiles, walked by one block per multiprocessor.
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_b32(
+// Two blocks are a cluster: they take two consecutive work tiles at a time.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_b32_c1(
     const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const unsigned smem = shared_address(shared);
@@ -965,15 +1027,16 @@ attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_b32(
             barrier_init(smem + kFullQ + i * 8, 1);
             barrier_init(smem + kEmptyQ + i * 8, kConsumers);  // leaders of warpgroups
         }
+        const int releases = kConsumers * 2;
         for (int i = 0; i < kStages; ++i) {
             barrier_init(smem + kFullK + i * 8, 1);
-            barrier_init(smem + kEmptyK + i * 8, kConsumers);
+            barrier_init(smem + kEmptyK + i * 8, releases);
             barrier_init(smem + kFullV + i * 8, 1);
-            barrier_init(smem + kEmptyV + i * 8, kConsumers);
+            barrier_init(smem + kEmptyV + i * 8, releases);
         }
         barrier_init_fence();
     }
-    __syncthreads();
+    cluster_sync();  // the barriers of the other block are ready, too
     // All warps of a warpgroup take part in setmaxnreg; then one thread of the first goes on.
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
@@ -984,4 +1047,5 @@ attnforge_fwd_sm90a_bf16_d128_full_a16_m192_n80_s3_p0_r1_k0_q0_b32(
         asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
         Consumer(p, maps, smem, warpgroup - 1).run();
     }
+    cluster_sync();  // until now the other block may have copied to this one, or arrived at its barriers
 }
