@@ -95,6 +95,13 @@ deterministic_option = functools.partial(
     help="Only the backward, for calls with deterministic=True.",
 )
 
+alone_option = functools.partial(
+    click.option,
+    "--alone",
+    is_flag=True,
+    help="Time the leaders again each alone, where its own power limits the clock, not interleaved.",
+)
+
 
 def _values_by_knob(
     context: click.Context, parameter: click.Parameter, words: tuple[str, ...]

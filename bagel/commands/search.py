@@ -11,6 +11,7 @@ import click
 from attnforge.bagel.commands.console import console, facts_line, write_json
 from attnforge.bagel.commands.options import (
     Seconds,
+    alone_option,
     deterministic_option,
     file_option,
     knob_option,
@@ -53,6 +54,7 @@ STRATEGIES = ("additive", "alternate", "exhaustive", "forest", "greedy", "random
     help="Write the winners to DIR.  [default: the first folder of `tables list`]",
 )
 @deterministic_option()
+@alone_option()
 @click.option("--no-peers", is_flag=True, help="Do not time other implementations.")
 @click.option("--no-page", is_flag=True, help="Do not write an HTML page beside the log.")
 @workers_option()
@@ -66,6 +68,7 @@ def search(
     log: Path | None,
     table_out: Path | None,
     deterministic: bool,
+    alone: bool,
     no_peers: bool,
     no_page: bool,
     workers: int | None,
@@ -92,7 +95,7 @@ def search(
     if seconds is None and variants is None and strategy != "exhaustive":
         seconds = search_seconds(selection.device)
     scope = Scope(allowed, strategy)
-    options = Options(Budget(seconds, variants), log, table_out, workers, not no_peers, scope)
+    options = Options(Budget(seconds, variants, alone), log, table_out, workers, not no_peers, scope)
     facts = machine(selection.device)
     console.print(facts_line(facts), style="dim")
     found = []

@@ -311,7 +311,7 @@ def remarks(finished: Finished) -> Iterator[str]:
     facts = (f"{name} {value}" for name, value in finished.conditions.shown.items())
     yield from ([f"conditions: {'; '.join(facts)}"] if finished.conditions.shown else [])
     if finished.finalists < len(finished.ranked[:SHOWN]):
-        again = f"the first {finished.finalists} were timed again, interleaved"
+        again = f"the first {finished.finalists} were timed again, {'each alone' if finished.alone else 'interleaved'}"
         yield f"{again}; the others once, interleaved with one variant"
     if finished.tied:
         yield f"the winner and {finished.tied} after it cannot be told apart: their intervals overlap"

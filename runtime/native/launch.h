@@ -78,7 +78,7 @@ inline unsigned blocks_of(const Launch& launch, const Params& params, int multip
     TORCH_CHECK_VALUE(blocks < (int64_t{1} << 31), "attnforge: ", launch.symbol, " would need ", blocks,
                       " blocks, more than a grid can hold; split the batch");
     if (launch.persistent) {
-        blocks = std::min<int64_t>(blocks, launch.paired ? multiprocessors / 2 * 2 : multiprocessors);
+        blocks = std::min<int64_t>(blocks, launch.paired ? std::max(2, multiprocessors / 2 * 2) : multiprocessors);
     }
     return static_cast<unsigned>(blocks);
 }

@@ -44,11 +44,13 @@ DRIFT = 1.25  # how far all of them may move together
 class Budget:
     """When to stop: after this many seconds of this run, or this many variants, including resumed ones.
 
-    The time that the measuring process takes to start and to prepare the case does not count.
+    The time that the measuring process takes to start and to prepare the case does not count, nor, with `alone`, the
+    last timing of the leaders.
     """
 
     seconds: float | None = None
     variants: int | None = None
+    alone: bool = False  # the leaders are timed again each alone, not interleaved
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,9 @@ class Measured:
 class Finished:
     """The end: verified results, fastest first, and the failures.
 
-    The first `finalists` were timed again, interleaved with each other, and have the times of that timing. The others
-    have the times of their trials, multiplied by the median factor by which the finalists' times changed.
+    The first `finalists` were timed again, interleaved with each other or each `alone`, and have the times of that
+    timing. The others have the times of their trials, multiplied by the median factor by which the finalists' times
+    changed.
     """
 
     case: Case
@@ -99,6 +102,7 @@ class Finished:
     finalists: int = 0
     space: int = 0  # variants that there are
     conditions: Summary = field(default_factory=Summary)
+    alone: bool = False
 
     @property
     def winner(self) -> Result | None:
@@ -225,7 +229,7 @@ class _Run:
         """How to time so many leaders at the end."""
         seconds = self.budget.seconds
         whole = FINAL_SECONDS if seconds is None else FINAL_SHARE * seconds
-        return final_effort(self.case.device, whole / leaders)
+        return replace(final_effort(self.case.device, whole / leaders), alone=self.budget.alone)
 
     def reserved(self, ms: float) -> float:
         """Seconds that FINALISTS calls of `ms` take at the end beyond those of `effort`; 0 for short calls."""
@@ -328,7 +332,7 @@ class _Run:
         return replace(result, **ms, tflops=self.tflops(ms["ms"]))
 
     def finish(self) -> Finished:
-        """Rank the results; the leaders by a last interleaved timing, where drift affects all of them alike."""
+        """Rank the results; the leaders by a last timing, interleaved (drift affects all of them alike) or alone."""
         ranked = sorted((r for r in self.results if r.status == "ok"), key=lambda r: r.ms)
         leaders = [r for r in ranked[:FINALISTS] if _may_lead(r, ranked[0])]
         timings = None
@@ -341,7 +345,8 @@ class _Run:
             changes = [after.ms / before.ms for before, after in zip(leaders, again, strict=True)]
             others = [self.scaled(r, median(changes)) for r in ranked[len(leaders) :]]
             ranked = sorted(again, key=lambda r: r.ms) + others
-            summary = replace(summary, warnings=(*summary.warnings, *_noise(changes)))
+            noise = () if self.budget.alone else _noise(changes)
+            summary = replace(summary, warnings=(*summary.warnings, *noise))
         return Finished(
             self.case,
             self.direction,
@@ -351,6 +356,7 @@ class _Run:
             len(leaders) if timings is not None else 0,
             self.space,
             summary,
+            self.budget.alone,
         )
 
 

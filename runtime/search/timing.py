@@ -56,7 +56,7 @@ class Effort:
     """How long to measure: `seconds` of timed calls, but between `least` and `repeats` of them.
 
     Of slow calls up to `enough` are timed, as many as `patience` seconds allow. If the first timed call is slower than
-    `give_up_ms` (0: no limit), it is the only one.
+    `give_up_ms` (0: no limit), it is the only one. `alone`: leaders are timed by `measure_alone` instead.
     """
 
     seconds: float = 0.3
@@ -66,6 +66,7 @@ class Effort:
     warmups: int = 1
     enough: int = 0
     patience: float = 0.0
+    alone: bool = False
 
     def count(self, first_ms: float) -> int:
         """Number of timed calls, given that the first took `first_ms`."""
@@ -128,6 +129,31 @@ def measure_interleaved(
         samples[name] = _first(call, inputs, device, how)
     counts = {name: how.count(times[0]) for name, times in samples.items()}
     _more_turns(calls, samples, counts, inputs, device)
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def measure_alone(
+    calls: Mapping[str, Call],
+    inputs: Sequence[tuple[Any, ...]],
+    device: torch.device,
+    seconds: float = 0.4,
+    turns: int = 4,
+) -> dict[str, Timing]:
+    """Time each call alone: repeated for `seconds` in each of `turns`, of which the second half counts.
+
+    Then its own power decides the clock of a GPU at its limit of power; calls that take turns one by one share a clock.
+    Turns have an order and its reverse, as a call begins with the power and temperature of the one before. A sample is
+    the mean of a turn.
+    """
+    counts, samples = {}, dict[str, list[float]]()
+    for name, call in calls.items():
+        ms = max(_first(call, inputs, device, Effort())[0], 1e-3)
+        counts[name], samples[name] = min(max(2, int(seconds * 1e3 / ms)), 10_000), []
+    for turn in range(turns):
+        for name in sorted(calls, key=list(calls).index, reverse=turn % 2 == 1):
+            arguments = [inputs[n % len(inputs)] for n in range(counts[name])]
+            times = _run([calls[name]] * counts[name], arguments, device)
+            samples[name].append(statistics.fmean(times[counts[name] // 2 :]))
     return {name: Timing.of(times) for name, times in samples.items()}
 
 

@@ -25,6 +25,7 @@ from attnforge.runtime.search.timing import (
     Timing,
     effort,
     measure_against,
+    measure_alone,
     measure_interleaved,
     rotate,
 )
@@ -256,7 +257,7 @@ class Bench:
         return False
 
     def compare(self, specs: list[Spec], how: Effort) -> list[Timing]:
-        """Time several variants interleaved."""
+        """Time several variants, interleaved or each alone."""
         return self._time([kernels.load(spec, self.case.device) for spec in specs], how)
 
     @property
@@ -265,6 +266,8 @@ class Bench:
 
     def _time(self, handles: list[int], how: Effort) -> list[Timing]:
         calls = {str(number): self._timed_call(handle) for number, handle in enumerate(handles)}
+        if how.alone:
+            return list(measure_alone(calls, self._timed, self.case.device).values())
         return list(measure_interleaved(calls, self._timed, self.case.device, how).values())
 
     def _time_against(self, handle: int, reference: tuple[Spec, float], how: Effort) -> Timing:

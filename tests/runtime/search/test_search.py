@@ -384,6 +384,24 @@ def test_noise_makes_more_finalists() -> None:
 
 
 @pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("alone", [False, True])
+def test_leaders_may_be_timed_alone(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit of power all are slower than in trials, which is no sign of noise then."""
+    asked: list[Effort] = []
+
+    def compare(self: FakeWorker, specs: list[Spec], how: Effort) -> list[Timing]:
+        asked.append(how)
+        return [Timing(ms, ms, ms, 4) for ms in (26.0, 24.0, 28.0, 30.0)[: len(specs)]]
+
+    monkeypatch.setattr(FakeWorker, "compare", compare)
+    finished = run(Budget(variants=3, alone=alone))[2]
+    assert [how.alone for how in asked] == [alone]
+    assert finished.alone == alone
+    assert finished.ranked[0].ms == 24.0
+    assert (len(finished.conditions.warnings) > 1) == (not alone)
+
+
+@pytest.mark.usefixtures("fakes")
 def test_a_dead_comparison_leaves_the_ranking_of_the_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeWorker, "compare", lambda self, specs, how: None)
     _, _, finished = run(Budget(variants=3))

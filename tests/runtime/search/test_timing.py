@@ -21,6 +21,7 @@ from attnforge.runtime.search.timing import (
     final_effort,
     measure,
     measure_against,
+    measure_alone,
     measure_interleaved,
     ranks,
     rotations,
@@ -57,6 +58,31 @@ def test_calls_are_timed_in_turns() -> None:
     assert order[:4] == ["a", "a", "b", "b"]
     assert [set(order[turn : turn + 2]) for turn in (4, 6, 8)] == [{"a", "b"}] * 3
     assert {name: timing.repeats for name, timing in timings.items()} == {"a": 4, "b": 4}
+
+
+def test_alone_each_call_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an order and its reverse; only the second half of a turn counts."""
+    turns: list[tuple[int, int]] = []  # which call, how often
+
+    def run(
+        calls: Sequence[Callable[[], float]], arguments: Sequence[tuple[Any, ...]], _: object
+    ) -> list[float]:
+        assert len(set(calls)) == 1
+        assert len(arguments) == len(calls)
+        ms = calls[0]()
+        turns.append((int(ms), len(calls)))
+        return (
+            [1000.0] * (len(calls) // 2) + [ms] * (len(calls) - len(calls) // 2) if len(calls) > 1 else [ms]
+        )
+
+    monkeypatch.setattr(timing, "_run", run)
+    found = measure_alone({"a": lambda: 10.0, "b": lambda: 20.0}, [()], CPU, seconds=0.2, turns=3)
+    counted = [turn for turn in turns if turn[1] > 1]
+    assert counted == [(10, 20), (20, 10), (20, 10), (10, 20), (10, 20), (20, 10)]
+    assert {name: (x.median, x.worst, x.repeats) for name, x in found.items()} == {
+        "a": (10.0, 10.0, 3),
+        "b": (20.0, 20.0, 3),
+    }
 
 
 def test_turns_have_orders_of_their_own() -> None:
