@@ -19,6 +19,7 @@ from attnforge.bagel.commands.options import (
     SCORE_HELP,
     Name,
     Seconds,
+    alone_option,
     choices,
     deterministic_option,
     device_option,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from attnforge.bagel.commands.selection import Selection
     from attnforge.bagel.measure.tuning_set import TuningProblem
     from attnforge.runtime.search.claims import Claims
-    from attnforge.runtime.search.search import Scope
+    from attnforge.runtime.search.search import Budget, Scope
     from attnforge.runtime.search.worker import Worker
 
 POLL = 0.2  # seconds between looks at what other processes finished
@@ -88,6 +89,7 @@ def place(env: Mapping[str, str]) -> Place:
 @direction_option()
 @score_option(help=SCORE_HELP)
 @deterministic_option()
+@alone_option()
 @click.option("--everything", is_flag=True, help="Also every problem in any table.")
 @click.option("--seconds", type=Seconds(), metavar="S", help="Time per problem.  [default: as search]")
 @knob_option()
@@ -107,6 +109,7 @@ def tune(
     direction: str,
     scores: tuple[str, ...],
     deterministic: bool,
+    alone: bool,
     everything: bool,
     seconds: float | None,
     allowed: dict[str, frozenset[int]],
@@ -125,7 +128,6 @@ def tune(
     from attnforge.bagel.commands.search_screen import sigterm_as_interrupt
     from attnforge.bagel.commands.selection import Request, select
     from attnforge.runtime import tables
-    from attnforge.runtime.search.search import Scope
     from attnforge.runtime.search.worker import Worker
 
     here = place(os.environ)
@@ -141,7 +143,8 @@ def tune(
     workers = workers or max(1, len(os.sched_getaffinity(0)) // here.beside)
     with closing(Worker()) as worker, sigterm_as_interrupt():
         claims = _claims(folder, allowed)
-        run = Run(problems, claims, folder, out, selection.device, seconds, Scope(allowed), workers, worker)
+        budget, scope = _how(selection.device, seconds, alone, allowed)
+        run = Run(problems, claims, folder, out, selection.device, budget, scope, workers, worker)
         if run.left():
             worker.start(selection.device)
         who = f"{len(problems)} problems, process {here.rank + 1} of {here.world}"
@@ -197,6 +200,16 @@ def _claims(folder: Path, allowed: Mapping[str, frozenset[int]]) -> Claims:
     return Claims(folder / "_".join(named))
 
 
+def _how(
+    device: torch.device, seconds: float | None, alone: bool, allowed: dict[str, frozenset[int]]
+) -> tuple[Budget, Scope]:
+    """How to search each problem."""
+    from attnforge.bagel.measure.tuning_set import search_seconds
+    from attnforge.runtime.search.search import Budget, Scope
+
+    return Budget(search_seconds(device) if seconds is None else seconds, alone=alone), Scope(allowed)
+
+
 def _own_gpu(here: Place) -> str | None:
     """The GPU of this process where several run on a host; None: as other commands choose."""
     return f"cuda:{here.local}" if here.beside > 1 else None
@@ -211,7 +224,7 @@ class Run:
     folder: Path
     out: Path  # of tables
     device: torch.device
-    seconds: float | None
+    budget: Budget  # of a problem
     scope: Scope
     workers: int  # parallel compilations
     worker: Worker  # measures all problems
@@ -253,18 +266,16 @@ class Run:
         """The note of a problem: the winner, what was in its place, or why there is none."""
         from attnforge.bagel.measure.case_scores import with_score
         from attnforge.bagel.measure.cases import make_case
-        from attnforge.bagel.measure.tuning_set import search_seconds
         from attnforge.codegen.plan import Infeasible
         from attnforge.runtime import tables
         from attnforge.runtime.native.launcher import launcher
         from attnforge.runtime.search import winners
         from attnforge.runtime.search.case import as_deterministic
         from attnforge.runtime.search.journal import environment
-        from attnforge.runtime.search.search import Budget, search, watch_events
+        from attnforge.runtime.search.search import search, watch_events
 
         launcher()
         device_name = tables.device_name(self.device)
-        budget = Budget(search_seconds(self.device) if self.seconds is None else self.seconds)
         try:
             case = make_case(problem.pack, problem.model, problem.dtype, self.device)
             case = with_score(case, problem.score)
@@ -272,7 +283,14 @@ class Run:
             log = self.folder / f"{problem.slug}.jsonl"
             target = problem.arch, device_name
             events = search(
-                case, problem.direction, target, budget, log, self.workers, self.scope, worker=self.worker
+                case,
+                problem.direction,
+                target,
+                self.budget,
+                log,
+                self.workers,
+                self.scope,
+                worker=self.worker,
             )
             with closing(events):
                 finished, interrupted = watch_events(events, case, problem.direction)
