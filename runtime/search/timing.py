@@ -145,16 +145,17 @@ def measure_alone(
     Turns have an order and its reverse, as a call begins with the power and temperature of the one before. A sample is
     the mean of a turn.
     """
-    counts, samples = {}, dict[str, list[float]]()
+    counts = {}
     for name, call in calls.items():
         ms = max(_first(call, inputs, device, Effort())[0], 1e-3)
-        counts[name], samples[name] = min(max(2, int(seconds * 1e3 / ms)), 10_000), []
+        counts[name] = min(max(2, int(seconds * 1e3 / ms)), 10_000)
+    names, samples = list(calls), dict[str, list[float]]()
     for turn in range(turns):
-        for name in sorted(calls, key=list(calls).index, reverse=turn % 2 == 1):
-            arguments = [inputs[n % len(inputs)] for n in range(counts[name])]
-            times = _run([calls[name]] * counts[name], arguments, device)
-            samples[name].append(statistics.fmean(times[counts[name] // 2 :]))
-    return {name: Timing.of(times) for name, times in samples.items()}
+        for name in reversed(names) if turn % 2 else names:
+            count = counts[name]
+            times = _run([calls[name]] * count, [inputs[n % len(inputs)] for n in range(count)], device)
+            samples.setdefault(name, []).append(statistics.fmean(times[count // 2 :]))
+    return {name: Timing.of(samples[name]) for name in names}
 
 
 def measure_against(
