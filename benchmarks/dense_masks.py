@@ -23,7 +23,7 @@ from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.bench import machine, ours
 from attnforge.bagel.measure.blocks import BLOCK, LENGTH, equal_documents, random_blocks
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.bagel.measure.peers import as_unavailable, contestant
 from attnforge.bagel.measure.tiles import EMPTY, tile_map
 from attnforge.codegen.spec import Direction, DType
@@ -172,7 +172,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    facts = facts_line(machine(torch.device(args.device)))
     table = markdown_head(HEAD)
     for sparsity in args.sparsity:
         for direction in Direction:

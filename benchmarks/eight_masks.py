@@ -45,7 +45,7 @@ from attnforge.bagel.measure.agreement import TOLERANCE, relative, results
 from attnforge.bagel.measure.attentions import Attention, Unavailable
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import model_of, pairs_of
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.bagel.measure.peers import OURS
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, DType
@@ -333,7 +333,7 @@ def main(words: list[str] | None = None) -> int:
         any_wrong |= wrong
         if found:
             table += rows(case, found, sets, args.seconds)
-    facts = ", ".join(f"{key} {value}" for key, value in machine(device).items())
+    facts = facts_line(machine(device))
     text = "\n".join((facts, f"{args.length} tokens, {args.model} {args.dtype}", "", *table, ""))
     print(text)
     if args.markdown:

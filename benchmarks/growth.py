@@ -25,7 +25,7 @@ import torch
 from attnforge.bagel.measure.bench import machine, ours
 from attnforge.bagel.measure.cases import make_case
 from attnforge.bagel.measure.interleaved import MATMUL, Call, interleaved, matrix_product
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.bagel.measure.peers import memory_freed
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, DType
@@ -199,7 +199,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     args = arguments(words)
     lengths, batches = chosen(args)
-    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    facts = facts_line(machine(torch.device(args.device)))
     text = [f"TFLOP/s, {args.dtype}; {facts}", ""]
     text += table("tokens", args.lengths, lengths, args)
     text += table(f"batch of {args.tokens} tokens", args.batches, batches, args)

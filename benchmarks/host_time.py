@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import attnforge
 from attnforge.bagel.measure import fa4
 from attnforge.bagel.measure.bench import machine
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.bagel.measure.peers import attention_of
 from attnforge.codegen.spec import DType
 from attnforge.runtime.search.case import full_case
@@ -161,7 +161,7 @@ def main() -> None:
     found = contestants(args.device, q, k, v)
     for column in COLUMNS:
         measure(found, column, (q, k, v), args.bursts)
-    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    facts = facts_line(machine(torch.device(args.device)))
     end = (verdict(found), "") if args.device == "cuda" else ()
     text = "\n".join((facts, "", table(found), "", *end))
     print(text)

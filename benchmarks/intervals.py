@@ -30,7 +30,7 @@ from torch import Tensor
 from attnforge.bagel.measure.bench import machine, ours
 from attnforge.bagel.measure.cases import make_case, pairs_of
 from attnforge.bagel.measure.interleaved import Call, interleaved
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.bagel.measure.peers import memory_freed
 from attnforge.codegen.spec import Direction, DType
 from attnforge.runtime.mask_svg import span_shares
@@ -171,7 +171,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> int:
     args = arguments(words)
-    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    facts = facts_line(machine(torch.device(args.device)))
     table = markdown_head(HEAD)
     print("\n".join(table), flush=True)
     for name in args.masks:

@@ -25,7 +25,7 @@ from step_time import KINDS, Bench
 from attnforge.bagel import LayerCost
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.interleaved import Call, interleaved
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.bagel.measure.peers import memory_freed
 from attnforge.bagel.mot.attention import make_operator
 from attnforge.bagel.mot.layer import CONFIGS, MotConfig, MotLayer
@@ -176,7 +176,7 @@ def main(words: list[str] | None = None) -> int:
     with torch.device(args.device):
         layer = MotLayer(config, make_operator("attnforge", config.heads_q, 0)).to(torch.bfloat16)
     found = {}
-    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    facts = facts_line(machine(torch.device(args.device)))
     text = [f"One layer of {args.model}, forward + backward, bf16; {facts}"]
     for kind in args.kinds:
         found[kind] = measure(layer, packs, kind, config, args)

@@ -31,7 +31,7 @@ import torch
 
 from attnforge.bagel.measure.bench import machine, ours
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.benchmarks.goals import part_of
 from attnforge.codegen.families import family_of
 from attnforge.codegen.plan import Infeasible
@@ -275,7 +275,7 @@ def main(words: list[str] | None = None) -> None:
     args = arguments(words)
     jobs = jobs_of(args)
     compile_all(jobs, args)
-    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    facts = facts_line(machine(torch.device(args.device)))
     lines = [facts, "", *markdown_head(HEAD)]
     print("\n".join(lines), flush=True)
     measured = []

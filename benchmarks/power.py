@@ -29,7 +29,7 @@ from attnforge.bagel.measure.agreement import TOLERANCE, relative
 from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.codegen.families import make_tuning
 from attnforge.codegen.plan import Infeasible
 from attnforge.codegen.spec import Direction, DType, Spec
@@ -137,7 +137,7 @@ def main(words: list[str] | None = None) -> None:
     table = markdown_head(HEAD)
     for pack in args.pack:
         table += measure(make_case(pack, args.model, DType(args.dtype), device), args)
-    facts = ", ".join(f"{key} {value}" for key, value in machine(device).items())
+    facts = facts_line(machine(device))
     text = "\n".join((facts, "", *table, ""))
     print(text)
     if args.markdown:

@@ -38,7 +38,7 @@ from attnforge.bagel.measure.agreement import TOLERANCE, relative
 from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.codegen.spec import Arch, Direction, DType
 from attnforge.runtime import dispatch, kernels, ops, tables
 from attnforge.runtime.search.case import Case, Inputs
@@ -377,7 +377,7 @@ def main(words: list[str] | None = None) -> None:
         case = make_case(pack, args.model, DType(args.dtype), device)
         for direction in Direction:
             table += measure(case, direction, args)
-    facts = ", ".join(f"{key} {value}" for key, value in machine(device).items())
+    facts = facts_line(machine(device))
     text = "\n".join((facts, "", *table, ""))
     print(text)
     if args.markdown:

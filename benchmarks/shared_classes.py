@@ -32,7 +32,7 @@ import torch
 
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import make_case
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.bagel.packing import PackedMask
 from attnforge.benchmarks import near_entries
 from attnforge.benchmarks.goals import part_of
@@ -207,7 +207,7 @@ def main(words: list[str] | None = None) -> None:
     with tables.unchanged():
         classes = classes_of(args)
     near_entries.compile_all([job for jobs in classes for job in jobs], args)
-    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    facts = facts_line(machine(torch.device(args.device)))
     lines = [facts, "", *markdown_head(HEAD)]
     print("\n".join(lines), flush=True)
     measured = []

@@ -32,7 +32,7 @@ from attnforge.bagel.measure.agreement import TOLERANCE, relative, results
 from attnforge.bagel.measure.attentions import Unavailable
 from attnforge.bagel.measure.bench import machine
 from attnforge.bagel.measure.cases import model_of, pairs_of
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.bagel.measure.peers import OURS
 from attnforge.bagel.packing import PackedMask
 from attnforge.codegen.spec import Direction, DType
@@ -234,7 +234,7 @@ def main(words: list[str] | None = None) -> int:
     args = arguments(words)
     found, wrong = contestants(Group(args.completions, args.tokens, args.prefix), args)
     table = [*markdown_head(HEAD), *rows(found, args.seconds)]
-    facts = ", ".join(f"{key} {value}" for key, value in machine(torch.device(args.device)).items())
+    facts = facts_line(machine(torch.device(args.device)))
     what = (
         f"{args.completions} completions of {args.tokens} tokens on {args.prefix}, {args.model} {args.dtype}"
     )

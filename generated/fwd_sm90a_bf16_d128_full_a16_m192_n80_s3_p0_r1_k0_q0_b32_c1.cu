@@ -89,7 +89,7 @@ constexpr int kOffsetBarriers = kOffsetBounds;
 // Barriers in shared memory, one of each kind a buffer. Full: the tile has landed, that is the producer has arrived and
 // the bytes that it announced are there. Empty: all consumers have released the buffer. One thread arrives for its
 // warpgroup, after it has waited for a wgmma, which is one operation of all four warps.
-// Those of K and V: in both blocks of the cluster, as each one loads into the buffers of both.
+// At the empty barriers of K and V it arrives in both blocks of the cluster, as each one loads into buffers of both.
 // Empty Q: O has been stored through the buffer.
 constexpr int kFullQ = kOffsetBarriers;
 constexpr int kEmptyQ = kFullQ + 8 * kBuffersQ;
@@ -332,6 +332,9 @@ __device__ __forceinline__ int visit(const Params& p, int tile, int index) {
 // The L2 cache of an H200 has 50 MB. How the value was chosen: docs/experiments.md, 11 and 89.
 constexpr long long kCacheBytes = 32 << 20;
 
+// Tiles of a head that the blocks of a cluster take two at a time: all that are full, but for an odd one.
+__device__ __forceinline__ int paired_tiles(const Params& p) { return p.seq_q / kTileM / 2 * 2; }
+
 // Which tile of which head; rank 0 is the tile with most work.
 struct Place {
     int rank, head, batch;
@@ -339,24 +342,23 @@ struct Place {
 
 // Work starts in the order of its index. Heads come in sections whose K and V fit the L2 cache together; in a section
 // all heads' largest tiles come first, and the q heads that share K and V lie side by side.
-// Two tiles of a head follow each other, for the two blocks of a cluster. What is left of each head, a tile without
-// another one or one that is not full, comes after all others.
+// Two paired tiles of a head follow each other. The others come after all of these, first those with the lower rank.
 __device__ __forceinline__ Place place_of(const Params& p, int index) {
     const int heads = p.heads_q;
-    const int whole = p.seq_q / kTileM / 2 * 2;
-    const int last = index - whole * heads * p.batch;
+    const int paired = paired_tiles(p);
+    const int last = index - paired * heads * p.batch;
     if (last >= 0) {
         const int plane = last % (heads * p.batch);
-        return {whole + last / (heads * p.batch), plane % heads, plane / heads};
+        return {paired + last / (heads * p.batch), plane % heads, plane / heads};
     }
     const int together = heads / p.heads_kv;  // q heads with the same K and V
     const long long bytes = 4LL * kHeadDim * p.seq_k;
     const long long planes = static_cast<long long>(heads / together) * p.batch;
     const int fits = static_cast<int>(min(max(kCacheBytes / bytes, 1LL), planes));
     const int section = fits * together;
-    const int first = index / (section * whole) * section;
+    const int first = index / (section * paired) * section;
     const int width = min(section, heads * p.batch - first);  // the last section may be narrower
-    const int rest = index - first * whole;
+    const int rest = index - first * paired;
     const int plane = first + rest / 2 % width;
     return {rest / (2 * width) * 2 + rest % 2, plane % heads, plane / heads};
 }
@@ -495,12 +497,9 @@ __device__ __forceinline__ int count_work(const Params& p) {
     return p.tiles_m * p.heads_q * p.batch;
 }
 
-// Pairs of tiles of the same head, whose numbers come first.
-__device__ __forceinline__ int count_pairs(const Params& p) { return p.seq_q / kTileM / 2 * p.heads_q * p.batch; }
-
-// The work of this block in round `round`, or -1. The two blocks of a cluster have consecutive numbers. Rounds
-// alternate direction, so that no cluster gets the larger work tiles every time.
-// The last number may be one too many: a tile behind all others, without rows.
+// The work of this block in round `round`, or -1. Rounds alternate direction, so that no block gets the larger
+// work tile every time.
+// The two blocks of a cluster have consecutive numbers. The last one may be a tile behind all others, without rows.
 __device__ __forceinline__ int work_index(const Params& p, int round) {
     const int clusters = gridDim.x / 2;
     const int cluster = blockIdx.x / 2;
@@ -685,7 +684,8 @@ struct Producer {
     __device__ __forceinline__ void run() {
         for (int round = 0, index = work_index(p, 0); index >= 0; index = work_index(p, ++round)) {
             const Work work = work_at(p, index);
-            const bool shared = index < count_pairs(p) * 2;
+            // Do both blocks load K and V together?
+            const bool shared = index < paired_tiles(p) * p.heads_q * p.batch;
             const int head_kv = work.head / (p.heads_q / p.heads_kv);
             const int count = visits_of(p, work);
             if (count == 0) {

@@ -11,8 +11,9 @@ import click
 from rich.markup import escape
 from rich.table import Table
 
-from attnforge.bagel.commands.console import console, echo, facts_line, make_table, write_json
+from attnforge.bagel.commands.console import console, echo, make_table, write_json
 from attnforge.bagel.commands.options import out_option, selecting
+from attnforge.bagel.measure.markdown import facts_line
 
 if TYPE_CHECKING:
     from attnforge.bagel.commands.selection import Selection

@@ -100,11 +100,6 @@ def make_table(
     return table
 
 
-def facts_line(facts: dict[str, str]) -> str:
-    """A machine on one line: `device NVIDIA H200, torch 2.11.0`."""
-    return ", ".join(f"{key} {value}" for key, value in facts.items())
-
-
 def short_path(path: Path) -> str:
     """Relative to the working directory if it is inside."""
     path = path.resolve()

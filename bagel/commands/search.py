@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attnforge.bagel.commands.console import console, facts_line, write_json
+from attnforge.bagel.commands.console import console, write_json
 from attnforge.bagel.commands.options import (
     Seconds,
     alone_option,
@@ -20,6 +20,7 @@ from attnforge.bagel.commands.options import (
     selecting,
     workers_option,
 )
+from attnforge.bagel.measure.markdown import facts_line
 
 if TYPE_CHECKING:
     from attnforge.bagel.commands.selection import Selection

@@ -8,7 +8,7 @@ from statistics import median
 from attnforge.bagel.measure.bench import OURS
 from attnforge.bagel.measure.goals import GOALS, STEP, Goal
 from attnforge.bagel.measure.interleaved import DETERMINISTIC, LAYER, MATMUL, Line
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.bagel.models import MODELS
 
 LAYERS = MODELS["7B"].layers
@@ -18,7 +18,7 @@ UNFUSED = ("sdpa-math",)  # keeps P in float32, so its errors are no reference f
 
 def markdown(lines: Sequence[Line], facts: dict[str, str]) -> str:
     """All suites that have lines, then what failed and why."""
-    text = [", ".join(f"{key} {value}" for key, value in facts.items()), ""]
+    text = [facts_line(facts), ""]
     for suite, goals in GOALS.items():
         found = [(goal, [line for line in lines if _belongs(line, goal)]) for goal in goals]
         found = [(goal, group) for goal, group in found if group]

@@ -1,8 +1,13 @@
-"""Rows of Markdown tables."""
+"""Rows of Markdown tables, and the line above them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+
+def facts_line(facts: Mapping[str, str]) -> str:
+    """A machine on one line: `device NVIDIA H200, torch 2.11.0`."""
+    return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
 def markdown_row(cells: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from attnforge.bagel.measure.bench import OURS, Row, best_peer, lead
-from attnforge.bagel.measure.markdown import markdown_head, markdown_row
+from attnforge.bagel.measure.markdown import facts_line, markdown_head, markdown_row
 from attnforge.runtime.search.journal import Result
 
 
@@ -21,7 +21,7 @@ def bench_markdown(rows: Sequence[Row], facts: dict[str, str]) -> str:
     """A Markdown table of TFLOP/s of visible pairs, one line per case and pass; notes below it explain each `-`."""
     names = list(dict.fromkeys(row.name for row in rows))
     head = ["case", "pass", *names, "ours / best peer"]
-    text = [", ".join(f"{key} {value}" for key, value in facts.items()), "TFLOP/s of visible pairs:", ""]
+    text = [facts_line(facts), "TFLOP/s of visible pairs:", ""]
     text += markdown_head(head)
     for (case, direction, dtype), group in groupby(rows, key=case_key):
         by_name = {row.name: row for row in group}

@@ -74,11 +74,12 @@ inline unsigned blocks_of(const Launch& launch, const Params& params, int multip
     for (const auto size : launch.sizes) {
         blocks *= params.*size;
     }
-    blocks += launch.paired ? blocks % 2 : 0;
+    const int64_t together = launch.paired ? 2 : 1;  // blocks of a cluster
+    blocks = (blocks + together - 1) / together * together;
     TORCH_CHECK_VALUE(blocks < (int64_t{1} << 31), "attnforge: ", launch.symbol, " would need ", blocks,
                       " blocks, more than a grid can hold; split the batch");
     if (launch.persistent) {
-        blocks = std::min<int64_t>(blocks, launch.paired ? std::max(2, multiprocessors / 2 * 2) : multiprocessors);
+        blocks = std::min(blocks, std::max(together, multiprocessors / together * together));
     }
     return static_cast<unsigned>(blocks);
 }
